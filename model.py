@@ -1,0 +1,263 @@
+"""The target: a small Llama. Positions are an argument, the cache is two tensors.
+
+Because the position of every token is data, not a counter hidden in a cache, one `forward` serves
+training, prefill, plain decoding and the verification of a whole block, at any split of the text.
+
+Letters, the same in every file:
+
+    B  rows (sequences) of a batch       L  rows of a cache, at least context + S
+    T  training window, tokens           C  width
+    P  prompt, tokens                    H  query heads      G  key/value heads (G divides H)
+    S  slots in a block (8)              D  head size
+    K  proposals in a block, S - 1       V  vocabulary
+    N  anchors in a window
+
+Words, the same in every file:
+
+    A           the pending token: emitted, but not yet processed by the target
+    T1 .. TK    the proposals for the tokens after A; slot j of a block stands at position pos + j
+    state       the target's last hidden vector after the final norm: exactly what lm_head multiplies
+    taps        residual streams after chosen layers, side by side, un-normed: what a drafter reads
+
+Source: the architecture of the public Llama models (RMSNorm, rotate-half RoPE, SwiGLU, no biases),
+under their parameter names, with the output matrix apart from the embedding.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+MAX_SLOTS = 16  # the longest block that a round may verify: RoPE tables reach this far past the context
+
+
+@dataclass(frozen=True)
+class Config:
+    vocab_size: int              # V
+    context: int                 # T in training, and the longest text (prompt included) in decoding
+    n_layer: int
+    width: int                   # C
+    n_head: int                  # H
+    n_kv_head: int               # G: fewer than H is grouped-query attention
+    head_dim: int                # D, even
+    mlp_width: int
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-6
+
+    def __post_init__(self):
+        if self.n_head % self.n_kv_head:
+            raise ValueError(f"n_kv_head is {self.n_kv_head}, it must divide n_head {self.n_head}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim is {self.head_dim}, RoPE rotates pairs: make it even")
+
+
+# name: (n_layer, width, n_head, head_dim, mlp_width, context)
+SIZES = {
+    "tiny": (6, 160, 5, 32, 448, 256),
+    "6m": (6, 192, 3, 64, 512, 512),
+    "10m": (8, 256, 4, 64, 704, 512),
+    "28m": (12, 384, 6, 64, 1024, 512),
+    "59m": (16, 512, 8, 64, 1376, 512),
+}
+
+
+def preset(size: str, vocab_size: int) -> Config:
+    """The configuration of a named size. The sources give totals only; these widths reproduce them."""
+    n_layer, width, n_head, head_dim, mlp_width, context = SIZES[size]
+    return Config(vocab_size, context, n_layer, width, n_head, n_head, head_dim, mlp_width)
+
+
+# ----------------------------------------------------------------------------------------------
+# positions, masks, caches
+
+
+def rope_tables(cfg: Config) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of every angle, (context + MAX_SLOTS, D) each, made in float64 once.
+
+    A table and not a formula in forward: the same position then gets the same bits wherever its
+    token stands in a batch or a block.
+    """
+    frequency = cfg.rope_theta ** (-torch.arange(0, cfg.head_dim, 2, dtype=torch.float64) / cfg.head_dim)
+    angle = torch.arange(cfg.context + MAX_SLOTS, dtype=torch.float64)[:, None] * frequency
+    angle = torch.cat((angle, angle), dim=-1)  # (context + MAX_SLOTS, D): rotate-half pairs i with i + D/2
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """x (B, S, heads, D) turned by its positions; rope is cos, sin (B or 1, S, 1, D)."""
+    cos, sin = rope
+    a, b = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-b, a), dim=-1) * sin
+
+
+class Rows(NamedTuple):
+    """One layer's cache and where this call writes: row = position, for every row of the batch."""
+
+    k: Tensor          # (B, L, G, D)
+    v: Tensor          # (B, L, G, D)
+    positions: Tensor  # (B, S) rows to write
+    kv_len: int        # rows to read: [0, kv_len)
+
+    def write(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store k, v (B, S, G, D) in place and give back the live part of the cache.
+
+        A rejected token costs nothing here: its row is stale, no query reaches it (masks go by
+        position), and the next block overwrites it. Serving engines with paged caches need
+        scratch pages for this.
+        """
+        b = torch.arange(k.size(0), device=k.device)[:, None]  # (B, 1)
+        self.k[b, self.positions] = k
+        self.v[b, self.positions] = v
+        return self.k[:, :self.kv_len], self.v[:, :self.kv_len]
+
+
+def new_cache(cfg: Config, n_layer: int, n_rows: int, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values for n_layer layers, (n_layer, B, L, G, D) each, in the dtype and on the device of `like`.
+
+    Zeros, not empty: a NaN in a row that nobody wrote leaks through a mask, since 0 x NaN is NaN.
+    """
+    shape = (n_layer, n_rows, length, cfg.n_kv_head, cfg.head_dim)
+    return like.new_zeros(shape), like.new_zeros(shape)
+
+
+def causal_mask(positions: Tensor, kv_len: int) -> Tensor:
+    """True where a query at positions (B, S) may see cache row j: j <= its position. (B, 1, S, kv_len)"""
+    column = torch.arange(kv_len, device=positions.device)
+    return column <= positions[:, None, :, None]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention of q (B, S, H, D) over k, v (B, L, G, D), as (B, S, H D). No mask: causal, L = S."""
+    B, S, H, D = q.shape
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, rows, D)
+    y = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=H != k.size(1))
+    return y.transpose(1, 2).reshape(B, S, H * D)
+
+
+# ----------------------------------------------------------------------------------------------
+# layers
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions. qk_norm is Qwen3's form, used by the drafter."""
+
+    def __init__(self, cfg: Config, qk_norm: bool):
+        super().__init__()
+        self.head_dim = cfg.head_dim
+        self.q_proj = nn.Linear(cfg.width, cfg.n_head * cfg.head_dim, bias=False)
+        self.k_proj = nn.Linear(cfg.width, cfg.n_kv_head * cfg.head_dim, bias=False)
+        self.v_proj = nn.Linear(cfg.width, cfg.n_kv_head * cfg.head_dim, bias=False)
+        self.o_proj = nn.Linear(cfg.n_head * cfg.head_dim, cfg.width, bias=False)
+        self.q_norm = nn.RMSNorm(cfg.head_dim, cfg.norm_eps) if qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(cfg.head_dim, cfg.norm_eps) if qk_norm else nn.Identity()
+
+    def keys_values(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """k, v (B, S, G, D) of the vectors x (B, S, C)."""
+        k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))  # (B, S, G, D)
+        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))  # (B, S, G, D)
+        return rotate(self.k_norm(k), rope), v
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None = None,
+                cache: Rows | None = None, context: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """Attention of x (B, S, C) over itself, or over a cache after storing itself there, or over
+        [context, itself], where context is keys and values from elsewhere (a drafter's training)."""
+        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))  # (B, S, H, D)
+        q = rotate(self.q_norm(q), rope)
+        k, v = self.keys_values(x, rope)
+        if cache is not None:
+            k, v = cache.write(k, v)  # (B, kv_len, G, D)
+        if context is not None:
+            k, v = torch.cat((context[0], k), dim=1), torch.cat((context[1], v), dim=1)
+        return self.o_proj(attend(q, k, v, mask))
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.gate_proj = nn.Linear(cfg.width, cfg.mlp_width, bias=False)
+        self.up_proj = nn.Linear(cfg.width, cfg.mlp_width, bias=False)
+        self.down_proj = nn.Linear(cfg.mlp_width, cfg.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """One pre-norm decoder layer: the target's, the MTP head's and (with qk_norm) the drafter's."""
+
+    def __init__(self, cfg: Config, qk_norm: bool = False):
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(cfg.width, cfg.norm_eps)
+        self.self_attn = Attention(cfg, qk_norm)
+        self.post_attention_layernorm = nn.RMSNorm(cfg.width, cfg.norm_eps)
+        self.mlp = MLP(cfg)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None = None,
+                cache: Rows | None = None, context: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rope, mask, cache, context)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+# ----------------------------------------------------------------------------------------------
+# the model
+
+
+class Llama(nn.Module):
+    """The target. `forward` gives states; `lm_head(states)` gives logits.
+
+    Its parameters carry the names of the public LlamaForCausalLM, there prefixed with "model."
+    (all but lm_head).
+    """
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.cfg = cfg
+        self.embed_tokens = nn.Embedding(cfg.vocab_size, cfg.width)
+        self.layers = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
+        self.norm = nn.RMSNorm(cfg.width, cfg.norm_eps)
+        self.lm_head = nn.Linear(cfg.width, cfg.vocab_size, bias=False)
+        cos, sin = rope_tables(cfg)
+        self.register_buffer("cos", cos.float(), persistent=False)  # (context + MAX_SLOTS, D)
+        self.register_buffer("sin", sin.float(), persistent=False)
+        init_weights(self, cfg.n_layer)
+
+    def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos, sin (B or 1, S, 1, D) at positions (B or 1, S)."""
+        return self.cos[positions][:, :, None], self.sin[positions][:, :, None]
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None,
+                kv: tuple[Tensor, Tensor] | None = None, kv_len: int = 0,
+                tap_layers: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
+        """States (B, S, C) of tokens (B, S), and taps (B, S, n_tap C) or None.
+
+        Without kv: the whole text at once, causal. With kv: the tokens are written to the cache
+        rows of their positions (B, S), and read rows [0, kv_len) up to their own position.
+        """
+        if positions is None:
+            positions = torch.arange(tokens.size(1), device=tokens.device)[None]  # (1, S)
+        rope = self.rope(positions)
+        mask = None if kv is None else causal_mask(positions, kv_len)
+        x = self.embed_tokens(tokens)  # (B, S, C)
+        taps = []
+        for i, layer in enumerate(self.layers):
+            cache = None if kv is None else Rows(kv[0][i], kv[1][i], positions, kv_len)
+            x = layer(x, rope, mask, cache)
+            if i in tap_layers:
+                taps.append(x)
+        return self.norm(x), torch.cat(taps, dim=-1) if taps else None
+
+
+def init_weights(module: nn.Module, n_layer: int) -> None:
+    """GPT-2's initialisation: N(0, 0.02), and 1/sqrt(2 n_layer) of that where a branch joins the residual."""
+    for name, p in module.named_parameters():
+        if p.dim() < 2:
+            continue  # norm gains start at one
+        joins = name.endswith(("o_proj.weight", "down_proj.weight"))
+        nn.init.normal_(p, std=0.02 / math.sqrt(2 * n_layer) if joins else 0.02)

@@ -1,0 +1,786 @@
+"""Draft, verify, commit: speculative decoding whose text is exactly the target's own.
+
+    python speculate.py --prompt "def main("                 stream text, coloured by who proposed it
+    python speculate.py --prompt "def main(" --check         ... and compare with plain decoding
+    python speculate.py --bench                              acceptance on held-out prompts
+
+One round, for a block [A, T1, .., TK] whose pending token A stands at position pos:
+
+    noise          the luck of every position of the block, a function of (seed, request, position)
+    t1             lm_head(mtp_state) -> T1, and T1's fused embedding
+    draft          [E(A), fused T1, mask ..] -> T2 .. TK, one parallel forward
+    verify         the target on all S tokens; `choice`: its own token after each slot; the longest
+                   prefix of proposals that equals it is accepted
+    advance mtp    the head on (state_j, choice_j): its cache, and the state that predicts the next T1
+    advance draft  the taps become the drafter's context
+    commit         emit choice[0 .. n_keep], the last of which is the new A
+
+The invariant at every round boundary: each cache is valid exactly on rows [0, pos), and mtp_state
+is the head's output at row pos - 1. Plain decoding is the same loop with one slot and no drafter.
+
+Why the text is exact, at any temperature: every emitted token is the target's own choice, given the
+true text before it; a proposal only decides how many of them one forward yields. And since the luck
+of a position is fixed by (seed, request, position), it is the same token for every drafter.
+
+A step takes (m, s), returns nothing and writes s in place. Its shapes follow from m alone, nothing
+is read from the device, nothing is drawn: any step, or the whole round, can be a CUDA Graph.
+"""
+
+import argparse
+import codecs
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data import prepare
+from dflash import slot_positions
+from dmtp import ARMS, Drafter, load_drafter, load_target
+from model import MAX_SLOTS, Llama, new_cache
+from mtp import MTP
+
+# ----------------------------------------------------------------------------------------------
+# randomness is data
+
+MASK32 = 0xFFFFFFFF
+
+
+def mix(h: Tensor) -> Tensor:
+    """A bijection on 32-bit integers (in int64) in which every input bit moves every output bit.
+
+    Both multipliers are below 2^31, so no product leaves int64.
+    Source: the two-round multiply-xorshift form found by public searches for hashes of low bias.
+    """
+    h = h ^ (h >> 16)
+    h = (h * 0x21F0AAAD) & MASK32
+    h = h ^ (h >> 15)
+    h = (h * 0x735A2D97) & MASK32
+    return h ^ (h >> 15)
+
+
+def uniforms(h: Tensor) -> Tensor:
+    """32-bit hashes -> float32 inside (0, 1), exactly: ((h >> 9) + 0.5) / 2^23.
+
+    subtle: 24 bits would round to 1.0 once in a while, and its gumbel of infinity wins every argmax.
+    """
+    return ((h >> 9).float() + 0.5) * 2.0 ** -23
+
+
+def gumbel(seed: Tensor, request: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """Standard Gumbel noise (B, S, V) of the tokens at positions (B, S) of requests (B,), float32.
+
+    The argmax of logits + this is a sample of softmax(logits). No generator: a function of the
+    arguments, whatever the batch, the block or the drafter. seed is () int64.
+    """
+    key = mix((mix(((seed & MASK32) + 0x9E3779B9) & MASK32) ^ (seed >> 32)) & MASK32)  # ()
+    key = mix((key + request) & MASK32)                                                # (B,)
+    key = mix((key[:, None] + positions) & MASK32)[:, :, None]                         # (B, S, 1)
+    token = torch.arange(vocab_size, device=positions.device)                          # (V,)
+    # a second key, so that two positions with neighbouring first keys do not share shifted noise
+    h = mix((mix((token + key) & MASK32) + mix(key ^ 0x5BD1E995)) & MASK32)            # (B, S, V)
+    return -torch.log(-torch.log(uniforms(h)))
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Which filters are on. Configuration: part of what a captured graph would be keyed by."""
+
+    greedy: bool = False   # temperature 0
+    top_k: int = 0         # tokens kept, 0 is off
+    top_p: float = 1.0     # probability mass kept, 1 is off
+
+
+def perturb(logits: Tensor, noise: Tensor, temperature: Tensor, sampling: Sampling) -> Tensor:
+    """Scores (.., V) whose argmax is the token: filter(logits / temperature) + noise; logits if greedy.
+
+    top-k keeps exactly k tokens, ties going to the lowest id; top-p keeps the fewest likeliest
+    tokens whose probability reaches top_p, after top-k.
+    """
+    if sampling.greedy:
+        return logits
+    scores = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    if sampling.top_k or sampling.top_p < 1:
+        ordered, order = scores.sort(dim=-1, descending=True, stable=True)
+        rank = torch.arange(scores.size(-1), device=scores.device)
+        if sampling.top_k:
+            ordered = ordered.masked_fill(rank >= sampling.top_k, -math.inf)
+        if sampling.top_p < 1:
+            p = ordered.softmax(dim=-1)
+            ordered = ordered.masked_fill(p.cumsum(dim=-1) - p >= sampling.top_p, -math.inf)
+        scores = torch.empty_like(scores).scatter_(-1, order, ordered)
+    return scores + noise
+
+
+# ----------------------------------------------------------------------------------------------
+# the round, as plain data
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Models and configuration of the steps. Everything that decides a shape is here."""
+
+    target: Llama
+    mtp: MTP | None          # the head, where the method has it
+    drafter: Drafter | None  # the block drafter, where the method has one
+    n_slots: int             # S; 1 is plain decoding
+    sampling: Sampling
+    coupled: bool = True     # drafts share the target's luck; False: drafts are the argmax of raw logits
+    eot: int = -1            # the end-of-text id, -1: never stop at it
+    kv_len: int = 0          # cache rows that attention reads, a bucket above max(pos) + S
+
+
+@dataclass(frozen=True)
+class RoundState:
+    """All that changes during decoding, allocated once. Written in place, never rebound."""
+
+    pos: Tensor          # (B,) int64      position of A = block[:, 0]
+    limit: Tensor        # (B,) int64      a row stands still once pos = limit
+    request: Tensor      # (B,) int64      index of the prompt in the whole list: keys the noise
+    block: Tensor        # (B, S) int64    [A, T1, .., TK] as sent to the target
+    mtp_state: Tensor    # (B, C)          the MTP state that predicts T1
+    t1_emb: Tensor       # (B, C)          fused embedding of T1
+    noise: Tensor        # (B, S, V)       for the token that follows each slot
+    choice: Tensor       # (B, S) int64    the target's own token after each slot
+    n_accept: Tensor     # (B,) int64      proposals accepted
+    n_keep: Tensor       # (B,) int64      of those, kept after the stops
+    states: Tensor       # (B, S, C)       target states at each slot
+    taps: Tensor         # (B, S, n_tap C) target taps at each slot
+    emit: Tensor         # (B, 2 + S) int64  [tokens to append, n_accept, choice]: all that the host reads
+    seed: Tensor         # () int64
+    temperature: Tensor  # () float32
+    target_kv: tuple[Tensor, Tensor]  # (layers, B, L, G, D) twice, as the next two
+    mtp_kv: tuple[Tensor, Tensor]
+    draft_kv: tuple[Tensor, Tensor]
+
+
+def new_state(m: Machine, n_rows: int, seed: int, temperature: float) -> RoundState:
+    """Buffers for n_rows rows, all zero."""
+    cfg, like, S = m.target.cfg, m.target.lm_head.weight, m.n_slots
+    draft = None if m.drafter is None else m.drafter.dflash.draft
+    n_tap = 0 if draft is None else len(draft.tap_layers)
+    length = cfg.context + S
+
+    def ids(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int64, device=like.device)
+
+    return RoundState(
+        pos=ids(n_rows), limit=ids(n_rows), request=ids(n_rows), block=ids(n_rows, S),
+        mtp_state=like.new_zeros(n_rows, cfg.width), t1_emb=like.new_zeros(n_rows, cfg.width),
+        noise=torch.zeros(n_rows, S, 1 if m.sampling.greedy else cfg.vocab_size, device=like.device),
+        choice=ids(n_rows, S), n_accept=ids(n_rows), n_keep=ids(n_rows),
+        states=like.new_zeros(n_rows, S, cfg.width), taps=like.new_zeros(n_rows, S, n_tap * cfg.width),
+        emit=ids(n_rows, 2 + S), seed=ids() + seed,
+        temperature=torch.full((), temperature, device=like.device),
+        target_kv=new_cache(cfg, cfg.n_layer, n_rows, length, like),
+        mtp_kv=new_cache(cfg, 0 if m.mtp is None else 1, n_rows, length, like),
+        draft_kv=new_cache(cfg, 0 if draft is None else draft.n_layer, n_rows, length, like))
+
+
+def choose(m: Machine, s: RoundState, logits: Tensor, noise: Tensor) -> Tensor:
+    """The target's token ids (..) for logits (.., V)."""
+    return perturb(logits, noise, s.temperature, m.sampling).argmax(dim=-1)
+
+
+def propose(m: Machine, s: RoundState, logits: Tensor, noise: Tensor) -> Tensor:
+    """A drafter's token ids (..) for logits (.., V): with the target's luck, or the plain argmax.
+
+    Coupling cannot change the text, only how often a proposal hits it. Source: Daliri, Musco and
+    Suresh, "Coupling without Communication and Drafter-Invariant Speculative Decoding"; the project's
+    two sources draft the argmax.
+    """
+    return choose(m, s, logits, noise) if m.coupled else logits.argmax(dim=-1)
+
+
+def noise_step(m: Machine, s: RoundState) -> None:
+    """Reads pos, request, seed. Writes noise."""
+    if not m.sampling.greedy:
+        positions = slot_positions(s.pos + 1, m.n_slots)  # of the token after each slot
+        s.noise.copy_(gumbel(s.seed, s.request, positions, m.target.cfg.vocab_size))
+
+
+def t1_step(m: Machine, s: RoundState) -> None:
+    """Reads mtp_state, noise. Writes block[:, 1], t1_emb. T1's head, choice, embedding and fusion."""
+    s.block[:, 1] = propose(m, s, m.target.lm_head(s.mtp_state), s.noise[:, 0])
+    if m.drafter is not None:
+        s.t1_emb.copy_(m.drafter.fuse(m.target.embed_tokens(s.block[:, 1]), s.mtp_state))
+
+
+def chain_step(m: Machine, s: RoundState) -> None:
+    """Reads mtp_state, block[:, 1], noise. Writes block[:, 2:], mtp_kv (as scratch). MTP by itself:
+    the head goes on from its own states, in place of the target's, which do not exist yet."""
+    h = s.mtp_state[:, None]  # (B, 1, C), row pos - 1
+    for j in range(1, m.n_slots - 1):
+        row = s.pos[:, None] + (j - 1)
+        h = m.mtp(m.target, h, s.block[:, j:j + 1], row, s.mtp_kv, m.kv_len)
+        s.block[:, j + 1] = propose(m, s, m.target.lm_head(h[:, 0]), s.noise[:, j])
+
+
+def draft_step(m: Machine, s: RoundState) -> None:
+    """Reads block[:, 0], t1_emb, noise, draft_kv. Writes block[:, first:], draft_kv (as scratch)."""
+    first = m.drafter.first
+    x = m.drafter.block_inputs(m.target.embed_tokens(s.block[:, 0]), s.t1_emb)  # (B, S, C)
+    out = m.drafter.dflash.forward_round(m.target, x, s.pos, s.draft_kv, m.kv_len)[:, first:]
+    s.block[:, first:] = propose(m, s, m.target.lm_head(out), s.noise[:, first - 1:-1])
+
+
+def verify_step(m: Machine, s: RoundState) -> None:
+    """Reads block, noise, pos, limit, target_kv. Writes choice, n_accept, n_keep, states, taps, target_kv.
+
+    Example, S = 4: block [A, b, c, x] and choice [b, c, d, e]: b and c are accepted, x is not
+    (the target wants d), so n_accept = 2 and the round emits b, c, d.
+    """
+    positions = slot_positions(s.pos, m.n_slots)
+    tap_layers = () if m.drafter is None else m.drafter.dflash.draft.tap_layers
+    states, taps = m.target(s.block, positions, s.target_kv, m.kv_len, tap_layers)
+    s.states.copy_(states)
+    if taps is not None:
+        s.taps.copy_(taps)
+    s.choice.copy_(choose(m, s, m.target.lm_head(states), s.noise))
+    hits = (s.block[:, 1:] == s.choice[:, :-1]).long()                  # (B, K)
+    s.n_accept.copy_(hits.cumprod(dim=1).sum(dim=1))
+    first_eot = ((s.choice == m.eot).cumsum(dim=1) == 0).sum(dim=1)     # S if there is none
+    keep = torch.minimum(torch.minimum(s.n_accept, first_eot), s.limit - s.pos - 1)
+    s.n_keep.copy_(keep.clamp(min=0))
+
+
+def advance_mtp_step(m: Machine, s: RoundState) -> None:
+    """Reads states, choice, n_keep, pos, limit. Writes mtp_kv, mtp_state.
+
+    All S rows go through the head; choice_j equals block_{j+1} wherever j was accepted, so no rows
+    need to be selected, and those after n_keep are stale rows like any other.
+    """
+    h = m.mtp(m.target, s.states, s.choice, slot_positions(s.pos, m.n_slots), s.mtp_kv, m.kv_len)
+    kept = h.gather(1, s.n_keep[:, None, None].expand(-1, 1, h.size(2)))[:, 0]  # (B, C)
+    moving = (s.pos < s.limit)[:, None]
+    s.mtp_state.copy_(torch.where(moving, kept, s.mtp_state))
+
+
+def advance_draft_step(m: Machine, s: RoundState) -> None:
+    """Reads taps, pos. Writes draft_kv."""
+    m.drafter.dflash.write_context(m.target, s.taps, slot_positions(s.pos, m.n_slots), s.draft_kv)
+
+
+def commit_step(m: Machine, s: RoundState) -> None:
+    """Reads choice, n_accept, n_keep. Writes emit, block[:, 0], pos, limit. Rows at their limit emit 0."""
+    moving = s.pos < s.limit
+    count = torch.where(moving, s.n_keep + 1, 0)
+    s.emit.copy_(torch.cat((count[:, None], s.n_accept[:, None], s.choice), dim=1))
+    pending = s.choice.gather(1, s.n_keep[:, None])[:, 0]
+    pending = torch.where(moving, pending, s.block[:, 0])
+    s.block[:, 0] = pending
+    s.pos.add_(count)
+    s.limit.copy_(torch.where(pending == m.eot, s.pos, s.limit))
+
+
+def round_steps(m: Machine) -> list:
+    """The steps of one round, in order."""
+    steps = [noise_step]
+    if m.mtp is not None:
+        steps.append(t1_step)
+        if m.drafter is None and m.n_slots > 2:
+            steps.append(chain_step)
+    if m.drafter is not None:
+        steps.append(draft_step)
+    steps.append(verify_step)
+    if m.mtp is not None:
+        steps.append(advance_mtp_step)
+    if m.drafter is not None:
+        steps.append(advance_draft_step)
+    return steps + [commit_step]
+
+
+def prefill(m: Machine, s: RoundState, prompts: list[list[int]], n_new: int, first_request: int) -> None:
+    """Process prompts, one a row, and establish the invariant. Never captured: its shapes are the prompts'.
+
+    Writes every field that a round reads. n_new (at least 1) tokens are wanted, A included.
+    """
+    device, context = s.pos.device, m.target.cfg.context
+    lengths = torch.tensor([len(p) for p in prompts], device=device)
+    P = max(len(p) for p in prompts)
+    tokens = torch.tensor([p + [0] * (P - len(p)) for p in prompts], device=device)    # (B, P)
+    rows = torch.arange(len(prompts), device=device)
+    positions = torch.arange(P, device=device).expand(len(prompts), P)
+    tap_layers = () if m.drafter is None else m.drafter.dflash.draft.tap_layers
+    states, taps = m.target(tokens, positions, s.target_kv, P, tap_layers)
+    s.request.copy_(rows + first_request)
+    noise = torch.zeros((), device=device)
+    if not m.sampling.greedy:
+        noise = gumbel(s.seed, s.request, lengths[:, None], m.target.cfg.vocab_size)[:, 0]
+    pending = choose(m, s, m.target.lm_head(states[rows, lengths - 1]), noise)         # (B,)
+    if m.mtp is not None:
+        next_tokens = torch.cat((tokens[:, 1:], tokens[:, :1]), dim=1)
+        next_tokens[rows, lengths - 1] = pending
+        h = m.mtp(m.target, states, next_tokens, positions, s.mtp_kv, P)
+        s.mtp_state.copy_(h[rows, lengths - 1])
+    if m.drafter is not None:
+        m.drafter.dflash.write_context(m.target, taps, positions, s.draft_kv)
+    s.block[:, 0] = pending
+    s.pos.copy_(lengths)
+    limit = (lengths + n_new - 1).clamp(max=context - 1)
+    s.limit.copy_(torch.where(pending == m.eot, lengths, limit))
+
+
+# ----------------------------------------------------------------------------------------------
+# the loop
+
+
+class Emission(NamedTuple):
+    """What one row got from one round. n_accept is -1 for the token that prefill chose."""
+
+    row: int
+    tokens: list[int]
+    n_accept: int
+    overshoot: int  # accepted proposals and the target's token that the stops cut off
+
+
+def bucket(rows: int, length: int) -> int:
+    """Cache rows to read: a power of two from 128 on, at most the cache's length."""
+    return min(length, max(128, 1 << (rows - 1).bit_length()))
+
+
+@torch.no_grad()
+def generate(m: Machine, prompts: list[list[int]], n_new: int, seed: int = 0, temperature: float = 1.0,
+             first_request: int = 0, s: RoundState | None = None) -> Iterator[list[Emission]]:
+    """Decode all prompts in one batch; yields the emissions of prefill, then of every round.
+
+    The host reads `emit` once a round, and nothing else. s: a state to use instead of a new one.
+    """
+    if n_new == 0:
+        return
+    s = s or new_state(m, len(prompts), seed, temperature)
+    length = s.target_kv[0].size(2)
+    prefill(m, s, prompts, n_new, first_request)
+    pos = [len(p) for p in prompts]
+    limit = [min(len(p) + n_new, m.target.cfg.context) - 1 for p in prompts]
+    pending = s.block[:, 0].tolist()
+    yield [Emission(row, [token], -1, 0) for row, token in enumerate(pending)]
+    live = [pos[row] < limit[row] and pending[row] != m.eot for row in range(len(prompts))]
+    steps = round_steps(m)
+    while any(live):
+        m = replace(m, kv_len=bucket(max(pos) + m.n_slots, length))
+        for step in steps:
+            step(m, s)
+        emissions = []
+        for row, (count, n_accept, *choice) in enumerate(s.emit.tolist()):
+            if count == 0:
+                continue
+            first_eot = choice.index(m.eot) if m.eot in choice else m.n_slots
+            n_accept = min(n_accept, first_eot + 1)
+            emissions.append(Emission(row, choice[:count], n_accept, n_accept + 1 - count))
+            pos[row] += count
+            live[row] = pos[row] < limit[row] and choice[count - 1] != m.eot
+        yield emissions
+
+
+@dataclass
+class Tally:
+    """Texts and counts of one generation. histogram[row][k]: rounds that accepted exactly k proposals."""
+
+    texts: list[list[int]]
+    histogram: list[list[int]]
+    overshoot: int = 0
+    seconds: float = 0.0      # of the rounds, prefill apart
+    round_tokens: int = 0     # emitted by the rounds
+
+    @classmethod
+    def empty(cls, n_rows: int, n_slots: int) -> "Tally":
+        return cls([[] for _ in range(n_rows)], [[0] * n_slots for _ in range(n_rows)])
+
+    def add(self, emissions: list[Emission]) -> None:
+        for e in emissions:
+            self.texts[e.row] += e.tokens
+            if e.n_accept >= 0:
+                self.histogram[e.row][e.n_accept] += 1
+                self.round_tokens += len(e.tokens)
+                self.overshoot += e.overshoot
+
+    def total(self) -> list[int]:
+        """The histogram over all rows."""
+        return [sum(counts) for counts in zip(*self.histogram)]
+
+
+def decode(m: Machine, prompts: list[list[int]], n_new: int, seed: int, temperature: float,
+           first_request: int = 0) -> Tally:
+    """Generate to the end without showing anything."""
+    tally = Tally.empty(len(prompts), m.n_slots)
+    start = time.perf_counter()
+    for i, emissions in enumerate(generate(m, prompts, n_new, seed, temperature, first_request)):
+        tally.add(emissions)
+        if i == 0:
+            start = time.perf_counter()  # emissions of prefill were read, so its work is done
+    tally.seconds = time.perf_counter() - start
+    return tally
+
+
+def acceptance_length(histogram: list[int]) -> float:
+    """Tokens a verification round: 1 + sum k h[k] / sum h[k]. [2, 3, 0, 5] -> 2.8. NaN without rounds."""
+    rounds = sum(histogram)
+    return 1 + sum(k * n for k, n in enumerate(histogram)) / rounds if rounds else math.nan
+
+
+def cumulative_acceptance(histogram: list[int]) -> list[float]:
+    """P(at least k proposals accepted) for k = 1 .. K. [2, 3, 0, 5] -> [0.8, 0.5, 0.5]."""
+    rounds = sum(histogram)
+    return [sum(histogram[k:]) / rounds if rounds else math.nan for k in range(1, len(histogram))]
+
+
+def distinct_4grams(texts: list[list[int]]) -> float:
+    """Distinct over all runs of four tokens, within each text: loops are easy to draft, and show here."""
+    grams = [[tuple(t[i:i + 4]) for i in range(len(t) - 3)] for t in texts]
+    return sum(len(set(g)) for g in grams) / max(1, sum(len(g) for g in grams))
+
+
+# ----------------------------------------------------------------------------------------------
+# checking against plain decoding
+
+
+class Difference(NamedTuple):
+    row: int
+    index: int        # of the first token that differs, in the generated text
+    plain: int        # token ids
+    speculative: int
+    gap: float        # of the plain run's two perturbed logits
+    noise: float      # the largest difference of a block's and single rows' logits on this text
+    tie: bool         # moving the two tokens towards each other by twice the noise flips the choice
+
+
+@torch.no_grad()
+def compare(plain: Machine, prompts: list[list[int]], a: Tally, b: Tally, block: int, seed: int,
+            temperature: float) -> list[Difference]:
+    """The first difference of each row between plain (a) and speculative (b) texts, and how near the tie was.
+
+    A block and a single row take different kernels, so in low precision near ties may flip. In
+    float64 no tie is excused.
+    """
+    found = []
+    for row, (x, y) in enumerate(zip(a.texts, b.texts)):
+        if x == y:
+            continue
+        index = next((i for i, pair in enumerate(zip(x, y)) if pair[0] != pair[1]), min(len(x), len(y)))
+        if index == min(len(x), len(y)):
+            found.append(Difference(row, index, -1, -1, math.inf, 0.0, False))  # one text is longer
+            continue
+        text = prompts[row] + x[:index]
+        s = new_state(plain, 1, seed, temperature)
+        one = cached_logits(plain, text, 1)          # (n, V), the last row predicts the differing token
+        many = cached_logits(plain, text, block)
+        noise = (one - many).abs().max().item()
+        position = torch.tensor([[len(text)]], device=one.device)
+        luck = gumbel(s.seed, torch.tensor([row], device=one.device), position, one.size(-1))[0, 0]
+        scores = perturb(one[-1], luck, s.temperature, replace(plain.sampling, top_k=0, top_p=1.0))
+        gap = (scores[x[index]] - scores[y[index]]).item()
+        nearer = one[-1].clone()
+        nearer[x[index]] -= 2 * noise
+        nearer[y[index]] += 2 * noise
+        flips = perturb(nearer, luck, s.temperature, plain.sampling).argmax().item() != x[index]
+        tie = flips and one.dtype != torch.float64
+        found.append(Difference(row, index, x[index], y[index], gap, noise, tie))
+    return found
+
+
+def cached_logits(m: Machine, text: list[int], block: int) -> Tensor:
+    """Logits of the last 16 tokens of a text, computed through the cache in blocks of this many rows."""
+    device, n = m.target.lm_head.weight.device, min(16, len(text) - 1)
+    kv = new_cache(m.target.cfg, m.target.cfg.n_layer, 1, m.target.cfg.context + MAX_SLOTS, m.target.lm_head.weight)
+    tokens, positions = torch.tensor([text], device=device), torch.arange(len(text), device=device)[None]
+    cut = len(text) - n
+    m.target(tokens[:, :cut], positions[:, :cut], kv, cut)
+    logits = [m.target.lm_head(m.target(tokens[:, i:i + block], positions[:, i:i + block], kv,
+                                        bucket(len(text), kv[0].size(2)))[0])[0]
+              for i in range(cut, len(text), block)]
+    return torch.cat(logits)
+
+
+# ==============================================================================================
+# command line and reporting
+
+COLORS = {"mtp": "\033[33m", "dflash": "\033[32m", "target": "\033[36m", "prompt": "\033[2m"}
+RESET = "\033[0m"
+LEGEND = {"mtp": "proposed by MTP", "dflash": "proposed by DFlash", "target": "the target's own token"}
+
+
+def proposer(m: Machine, slot: int) -> str:
+    """Who proposes the token of a block's slot (1 .. K)."""
+    first = m.n_slots if m.drafter is None else m.drafter.first
+    return "mtp" if slot < first else "dflash"
+
+
+class Screen:
+    """Prints texts as they are accepted, whole characters only; of several rows the first unfinished
+    one streams, and later ones wait for their turn."""
+
+    def __init__(self, m: Machine, encoding, prompts: list[str], color: bool):
+        self.m, self.encoding, self.prompts, self.color = m, encoding, prompts, color
+        self.waiting: list[list[str]] = [[] for _ in prompts]
+        self.decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in prompts]
+        self.row = -1
+
+    def paint(self, text: str, who: str) -> str:
+        if not self.color or not text:
+            return text
+        # a model may write control characters; a terminal must not obey them
+        text = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+        return f"{COLORS[who]}{text}{RESET}"
+
+    def add(self, emissions: list[Emission]) -> None:
+        for e in emissions:
+            for j, token in enumerate(e.tokens):
+                who = proposer(self.m, j + 1) if j < e.n_accept else "target"
+                if token == self.encoding.eot_token:
+                    self.waiting[e.row].append(self.paint("<|endoftext|>", who))
+                else:
+                    piece = self.decoders[e.row].decode(self.encoding.decode_single_token_bytes(token))
+                    self.waiting[e.row].append(self.paint(piece, who))
+        self.flush()
+
+    def flush(self, finished: bool = False) -> None:
+        """Print what may be printed: of the current row, or of all rows once they are finished."""
+        for row in range(max(self.row, 0), len(self.prompts) if finished else 1):
+            if row != self.row:
+                self.row = row
+                title = f"\n--- prompt {row + 1} of {len(self.prompts)}\n" if len(self.prompts) > 1 else ""
+                print(title + self.paint(self.prompts[row], "prompt"), end="")
+            if finished:
+                self.waiting[row].append(self.decoders[row].decode(b"", final=True))
+            print("".join(self.waiting[row]), end="\n" if finished else "", flush=True)
+            self.waiting[row].clear()
+
+
+def bars(histogram: list[int]) -> str:
+    """Cumulative acceptance as one line a proposal."""
+    return "\n".join(f"  T{k:<2} {share:6.3f} {'#' * round(40 * share)}"
+                     for k, share in enumerate(cumulative_acceptance(histogram), 1))
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--prompt", action="append", metavar="TEXT", help="text to go on from; repeat for a batch")
+    what.add_argument("--bench", action="store_true", help="acceptance of every trained drafter on held-out prompts")
+    add("--drafter", choices=["none", "mtp", *ARMS], default="dmtp", help="default dmtp; none is plain decoding")
+    add("--mtp-steps", type=int, default=1, metavar="K", help=f"proposals of --drafter mtp, 1 to {MAX_SLOTS - 1} (default 1)")
+    add("--out", type=Path, default=Path("out"), metavar="DIR", help="where the checkpoints are (default out)")
+    add("--max-new-tokens", type=int, default=128, metavar="N", help="tokens to generate (default 128)")
+    add("--temperature", type=float, default=1.0, metavar="F", help="0 is greedy (default 1)")
+    add("--top-k", type=int, default=0, metavar="N", help="sample from the N likeliest tokens (default 0: off)")
+    add("--top-p", type=float, default=1.0, metavar="F", help="sample from this probability mass (default 1: off)")
+    add("--seed", type=int, default=0, metavar="N", help="of the sampling noise (default 0)")
+    add("--argmax-drafts", action="store_true", help="drafters propose their argmax, as in the sources")
+    add("--ignore-eos", action="store_true", help="do not stop at end-of-text")
+    add("--device", metavar="D", help="cpu or cuda (default cuda where there is one)")
+    add("--dtype", choices=["float32", "bfloat16", "float64"], default="float32", help="default float32")
+    add("--threads", type=int, metavar="N", help="CPU threads (default: torch's choice)")
+    add("--check", action="store_true", help="compare with plain decoding; exit 1 if a difference is no near tie")
+    add("--no-color", action="store_true", help="no colours (also when the output is not a terminal)")
+    add("--n-prompts", type=int, default=64, metavar="N", help="held-out prompts of --bench (default 64)")
+    add("--batch", type=int, default=8, metavar="N", help="rows of --bench (default 8)")
+    args = parser.parse_args(argv)
+    for bad, message in (
+            (not 1 <= args.mtp_steps < MAX_SLOTS, f"--mtp-steps is {args.mtp_steps}, allowed: 1 to {MAX_SLOTS - 1}"),
+            (args.max_new_tokens < 0, f"--max-new-tokens is {args.max_new_tokens}, it must not be negative"),
+            (not 0 <= args.temperature < math.inf, f"--temperature is {args.temperature}, it must be 0 or more"),
+            (args.top_k < 0, f"--top-k is {args.top_k}, allowed: 0 (off) or more"),
+            (not 0 < args.top_p <= 1, f"--top-p is {args.top_p}, allowed: above 0, at most 1 (off)"),
+            (not 0 <= args.seed < 2 ** 63, f"--seed is {args.seed}, allowed: 0 to 2^63 - 1"),
+            (args.threads is not None and args.threads < 1, f"--threads is {args.threads}, it must be positive"),
+            (args.n_prompts < 1 or args.batch < 1, "--n-prompts and --batch must be positive")):
+        if bad:
+            parser.error(message)
+    return args
+
+
+def load_machine(name: str, args: argparse.Namespace, target: Llama, mtp: MTP, checkpoint: dict) -> Machine:
+    """The machine of a named method, on target and head that are already loaded."""
+    sampling = Sampling(greedy=args.temperature == 0, top_k=args.top_k, top_p=args.top_p)
+    eot = -1 if args.ignore_eos else checkpoint["tokenizer"]["eot"]
+    drafter, n_slots = None, 1
+    if name == "mtp":
+        n_slots = args.mtp_steps + 1
+    elif name != "none":
+        drafter, _ = load_drafter(args.out, name, target.cfg, checkpoint["fingerprint"])
+        drafter = drafter.to(target.lm_head.weight)
+        n_slots = drafter.dflash.draft.n_slots
+    uses_mtp = name == "mtp" or (drafter is not None and drafter.arm.uses_mtp)
+    return Machine(target, mtp if uses_mtp else None, drafter, n_slots, sampling, not args.argmax_drafts, eot)
+
+
+def open_target(args: argparse.Namespace) -> tuple[Llama, MTP, dict]:
+    """Target and head on the device, in the dtype asked for."""
+    name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if name.split(":")[0] not in ("cpu", "cuda"):
+        raise ValueError(f"--device is {name!r}, allowed: cpu, cuda, cuda:N")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"--device is {name!r}, but this torch sees no CUDA device: use --device cpu")
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    target, mtp, checkpoint = load_target(args.out)
+    dtype = getattr(torch, args.dtype)
+    return target.to(name, dtype), mtp.to(name, dtype), checkpoint
+
+
+def encode_prompts(args: argparse.Namespace, encoding, context: int) -> list[list[int]]:
+    """Token ids of every prompt; an empty one starts from end-of-text, as a document does."""
+    prompts = [encoding.encode_ordinary(text) or [encoding.eot_token] for text in args.prompt]
+    for text, ids in zip(args.prompt, prompts):
+        if len(ids) >= context:
+            raise ValueError(f"a prompt has {len(ids)} tokens ({text[:20]!r}..), the context is {context} with "
+                             f"what is generated: shorten it to {context - 1} or less")
+    return prompts
+
+
+def run_prompt(args: argparse.Namespace) -> int:
+    """Stream, then measure against plain decoding in turn, and check if asked. The exit status."""
+    target, mtp, checkpoint = open_target(args)
+    encoding = prepare.encoding(checkpoint["tokenizer"])
+    m = load_machine(args.drafter, args, target, mtp, checkpoint)
+    plain = replace(m, mtp=None, drafter=None, n_slots=1)
+    prompts = encode_prompts(args, encoding, target.cfg.context)
+    color = sys.stdout.isatty() and not args.no_color
+    settings = (prompts, args.max_new_tokens, args.seed, args.temperature)
+    if color:
+        print("  ".join(f"{COLORS[who]}{LEGEND[who]}{RESET}" for who in LEGEND))
+    screen, tally = Screen(m, encoding, args.prompt, color), Tally.empty(len(prompts), m.n_slots)
+    for emissions in generate(m, *settings):
+        tally.add(emissions)
+        screen.add(emissions)
+    screen.flush(finished=True)
+    status = print_check(plain, args, prompts, tally, m.n_slots) if args.check else 0
+    if sum(tally.total()) and m.n_slots > 1:
+        print_acceptance(m, args, tally)
+        print_speed(m, plain, args, settings)
+    elif sum(tally.total()):
+        print_speed(m, m, args, settings)
+    return status
+
+
+def print_acceptance(m: Machine, args: argparse.Namespace, tally: Tally) -> None:
+    histogram = tally.total()
+    mode = "greedy" if m.sampling.greedy else f"T = {args.temperature:g}, " + ("coupled" if m.coupled else "argmax drafts")
+    print(f"\n{args.drafter}, {mode}: {sum(map(len, tally.texts))} tokens, {sum(histogram)} verification rounds, "
+          f"{tally.overshoot} accepted beyond a stop")
+    print(f"  acceptance length  {acceptance_length(histogram):5.2f}   tokens a round: the accepted proposals, and one of the target")
+    print(f"  first-token        {1 - histogram[0] / sum(histogram):5.2f}   share of rounds whose T1 was accepted")
+    print(f"accepted up to Tk, share of rounds\n{bars(histogram)}")
+
+
+def print_speed(m: Machine, plain: Machine, args: argparse.Namespace, settings: tuple) -> None:
+    """Medians of three runs each, in turn; tokens of the rounds over their time, prefill apart."""
+    machines = {"plain": plain} if plain is m else {"plain": plain, args.drafter: m}
+    runs = {name: [] for name in machines}
+    for _ in range(3):
+        for name, machine in machines.items():
+            tally = decode(machine, *settings)
+            runs[name].append(tally.round_tokens / tally.seconds)
+    medians = {name: statistics.median(values) for name, values in runs.items()}
+    text = " | ".join(f"{name} {value:.0f}" for name, value in medians.items())
+    factor = f" | factor {medians[args.drafter] / medians['plain']:.2f}" if len(medians) > 1 else ""
+    device = m.target.lm_head.weight.device
+    print(f"tokens/s  {text}{factor}   (decoding only, medians of 3 in turn, {args.dtype}, {device}, "
+          f"{torch.get_num_threads()} threads, batch {len(settings[0])})")
+
+
+def print_check(plain: Machine, args: argparse.Namespace, prompts: list[list[int]], tally: Tally, block: int) -> int:
+    """Compare with plain decoding; 1 if a difference is no near tie."""
+    reference = decode(plain, prompts, args.max_new_tokens, args.seed, args.temperature)
+    found = compare(plain, prompts, reference, tally, max(block, 2), args.seed, args.temperature)
+    n = sum(map(len, reference.texts))
+    if not found:
+        print(f"check     identical to plain decoding: {n} tokens, {args.dtype}")
+    for d in found:
+        verdict = "a near tie" if d.tie else "MISMATCH"
+        print(f"check     prompt {d.row + 1} differs from plain decoding at token {d.index + 1}: {d.speculative} for "
+              f"{d.plain}, gap {d.gap:.2e}, block against row {d.noise:.2e}: {verdict}")
+    return int(any(not d.tie for d in found))
+
+
+def held_out_prompts(tokens: np.ndarray, eot: int, n: int) -> list[list[int]]:
+    """The first 64 tokens of held-out documents of at least 192, in file order."""
+    ends = np.flatnonzero(tokens == eot)
+    starts = np.concatenate(([0], ends[:-1] + 1))
+    chosen = [s for s, e in zip(starts, ends) if e - s >= 192][:n]
+    if len(chosen) < n:
+        raise ValueError(f"--n-prompts is {n}, the held-out data has {len(chosen)} documents of 192 tokens: ask for fewer")
+    return [tokens[s:s + 64].tolist() for s in chosen]
+
+
+def bench_row(m: Machine, plain: Machine, prompts: list[list[int]], args: argparse.Namespace) -> dict:
+    """Decode all prompts with m and plainly, batch by batch in turn, and count."""
+    total, base = Tally.empty(0, m.n_slots), Tally.empty(0, 1)
+    differ = 0
+    for i in range(0, len(prompts), args.batch):
+        part = prompts[i:i + args.batch]
+        a = decode(plain, part, args.max_new_tokens, args.seed, args.temperature, first_request=i)
+        b = decode(m, part, args.max_new_tokens, args.seed, args.temperature, first_request=i)
+        differ += sum(x != y for x, y in zip(a.texts, b.texts))
+        for tally, new in ((base, a), (total, b)):
+            tally.texts += new.texts
+            tally.histogram += new.histogram
+            tally.seconds += new.seconds
+            tally.round_tokens += new.round_tokens
+    histogram = total.total()
+    lengths = [acceptance_length(h) for h in total.histogram if sum(h)]
+    plain_speed, speed = (t.round_tokens / t.seconds for t in (base, total))
+    return {"temperature": args.temperature, "coupled": m.coupled, "batch": args.batch, "prompts": len(prompts),
+            "new_tokens": sum(map(len, total.texts)), "histogram": histogram,
+            "acceptance_length": acceptance_length(histogram), "per_request_length": statistics.mean(lengths),
+            "first_token_acceptance": 1 - histogram[0] / sum(histogram),
+            "distinct_4gram": distinct_4grams(total.texts), "texts_that_differ": differ,
+            "plain_tokens_per_s": plain_speed, "tokens_per_s": speed, "factor": speed / plain_speed}
+
+
+def run_bench(args: argparse.Namespace) -> int:
+    """A table over methods and modes, and bench.json."""
+    target, mtp, checkpoint = open_target(args)
+    data = prepare.load(checkpoint["data"])
+    if data.tokenizer != checkpoint["tokenizer"]:
+        raise ValueError(f"data/{checkpoint['data']} was prepared again with another tokenizer: train again")
+    prompts = held_out_prompts(data.val, data.tokenizer["eot"], args.n_prompts)
+    trained = [name for name in ARMS if (args.out / f"{name}.pt").exists()]
+    print(f"{len(prompts)} held-out prompts of 64 tokens, {args.max_new_tokens} new tokens, batch {args.batch}, {args.dtype}, "
+          f"{target.lm_head.weight.device}, {torch.get_num_threads()} threads, seed {args.seed}\n"
+          "length: tokens a verification round | first: share of rounds whose T1 was accepted | 4-grams: distinct share\n"
+          "factor: tokens/s over plain decoding's, in turn, decoding only | differ: texts unlike plain decoding's\n\n"
+          f"{'mode':16} {'method':10} {'length':>7} {'first':>7} {'4-grams':>8} {'tokens/s':>9} {'factor':>7} {'differ':>7}")
+    rows = []
+    for mode, temperature, argmax in (("T = 1 coupled", 1.0, False), ("T = 1 argmax", 1.0, True), ("greedy", 0.0, False)):
+        for method, k in [("mtp", 1), ("mtp", 4)] + [(name, 1) for name in trained]:
+            setting = argparse.Namespace(**{**vars(args), "temperature": temperature, "argmax_drafts": argmax, "mtp_steps": k})
+            m = load_machine(method, setting, target, mtp, checkpoint)
+            name = f"mtp x {k}" if method == "mtp" else method
+            row = {"drafter": name} | bench_row(m, replace(m, mtp=None, drafter=None, n_slots=1), prompts, setting)
+            rows.append(row)
+            print(f"{mode:16} {name:10} {row['acceptance_length']:7.3f} {row['first_token_acceptance']:7.3f} "
+                  f"{row['distinct_4gram']:8.3f} {row['tokens_per_s']:9.0f} {row['factor']:7.2f} {row['texts_that_differ']:7d}", flush=True)
+    temporary = args.out / "bench.json.tmp"
+    temporary.write_text(json.dumps(rows, indent=1))
+    temporary.replace(args.out / "bench.json")
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show a character still gets the rest
+    try:
+        return run_bench(args) if args.bench else run_prompt(args)
+    except (ValueError, OSError) as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

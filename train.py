@@ -1,0 +1,503 @@
+"""Two stages in one flat loop: the target with its MTP head, then a block drafter on both, frozen.
+
+    python train.py --ec-mtp                          target with an error-cancelled head, then DMTP
+    python train.py --stage drafter --drafter dflash  the baseline drafter, for the same target
+
+Every batch follows from (seed, step) and nothing else. So arms see the same text in the same order,
+and a run that is stopped and resumed gives the losses of one that was not.
+"""
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from tqdm import tqdm
+
+from data import prepare
+from dflash import draft_preset, sample_anchors
+from dmtp import (ARMS, Drafter, block_loss, drafter_checkpoint, load_checkpoint, load_target,
+                  save_checkpoint, target_checkpoint)
+from model import SIZES, Llama, preset
+from mtp import LOSSES, MTP, MTPLoss, check_cancels, draft_quality, target_losses
+
+EVAL_WINDOWS = 64
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one stage is trained. All of it is kept in the checkpoint, and must match to resume."""
+
+    steps: int
+    batch: int               # windows a step
+    optimizer: str           # muon | adamw
+    lr: float                # of the hidden matrices, at its peak
+    lr_rest: float           # of embeddings, lm_head, norms; with adamw the same as lr
+    weight_decay: float      # of the hidden matrices
+    warmup: int              # steps
+    seed: int
+    dtype: str               # float32 | bfloat16 (autocast; weights stay float32)
+    clip: float = 1.0        # largest gradient norm
+
+
+# ----------------------------------------------------------------------------------------------
+# data, learning rate, optimizers
+
+
+def get_batch(tokens: np.ndarray, T: int, batch: int, seed: int, step: int) -> Tensor:
+    """Windows (batch, T + 1) at random places, int64. Windows cross the ends of documents."""
+    starts = np.random.default_rng((seed, step)).integers(0, len(tokens) - T, batch)
+    return torch.from_numpy(np.stack([tokens[s:s + T + 1] for s in starts]).astype(np.int64))
+
+
+def eval_batch(tokens: np.ndarray, T: int) -> Tensor:
+    """Windows (EVAL_WINDOWS, T + 1) at fixed, evenly spaced places: the same text for every run."""
+    starts = np.linspace(0, len(tokens) - T - 1, EVAL_WINDOWS).astype(int)
+    return torch.from_numpy(np.stack([tokens[s:s + T + 1] for s in starts]).astype(np.int64))
+
+
+def get_lr(step: int, recipe: Recipe) -> float:
+    """The share of the peak learning rate at a step: a linear way up, then a linear way down to zero."""
+    up = (step + 1) / max(1, recipe.warmup)
+    down = (recipe.steps - step) / max(1, recipe.steps - recipe.warmup)
+    return min(1.0, up, down)
+
+
+class KeepFloat32(TorchFunctionMode):
+    """torch.optim.Muon orthogonalises in bfloat16, which a CPU without bf16 instructions emulates.
+
+    Inside this mode Tensor.bfloat16() is a copy in the tensor's own dtype. On such a CPU (AVX2) a
+    step of Muon on the tiny size takes 0.14 s so, and 2.8 s otherwise.
+    """
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is Tensor.bfloat16:
+            return args[0].clone()
+        return function(*args, **(kwargs or {}))
+
+
+def make_optimizers(modules: list[nn.Module], recipe: Recipe) -> list[torch.optim.Optimizer]:
+    """AdamW alone (decay on the hidden matrices only), or Muon on those and AdamW on the rest."""
+    named = [(name, p) for module in modules for name, p in module.named_parameters()]
+    hidden = [p for name, p in named if p.dim() == 2 and "embed_tokens" not in name and "lm_head" not in name]
+    rest = [p for _, p in named if all(p is not q for q in hidden)]
+    if recipe.optimizer == "adamw":
+        groups = [{"params": hidden, "weight_decay": recipe.weight_decay, "peak_lr": recipe.lr},
+                  {"params": rest, "weight_decay": 0.0, "peak_lr": recipe.lr}]
+        return [torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)]
+    # match_rms_adamw: an update has the size that AdamW's would have
+    muon = [{"params": hidden, "peak_lr": recipe.lr}]
+    adamw = [{"params": rest, "peak_lr": recipe.lr_rest}]
+    return [torch.optim.Muon(muon, weight_decay=recipe.weight_decay, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(adamw, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
+
+
+def optimizer_step(optimizers: list[torch.optim.Optimizer], share: float, on_cpu: bool) -> None:
+    """One step at a share of each group's peak learning rate; gradients are dropped afterwards."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = share * group["peak_lr"]
+        if on_cpu:
+            with KeepFloat32():
+                optimizer.step()
+        else:
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+# ----------------------------------------------------------------------------------------------
+# the two stages: what is trained, on which loss, and how it is judged
+
+
+@dataclass
+class Stage:
+    """drafter is None in the first stage, which trains target and mtp; they are frozen in the second."""
+
+    target: Llama
+    mtp: MTP
+    mtp_loss: MTPLoss
+    drafter: Drafter | None
+
+    @property
+    def trained(self) -> list[nn.Module]:
+        return [self.target, self.mtp] if self.drafter is None else [self.drafter]
+
+
+def stage_loss(stage: Stage, windows: Tensor, seed: int, step: int, measure: bool) -> tuple[Tensor, dict]:
+    """The loss of windows (B, T + 1), and if `measure` what the bar and the log show, in nats and shares."""
+    if stage.drafter is None:
+        losses = target_losses(stage.target, stage.mtp, windows, stage.mtp_loss)
+        shown = {}
+        if measure:
+            agree = losses.next_logits[:, 1:].argmax(-1) == losses.mtp_logits.argmax(-1)
+            shown = {"next_loss": losses.next_loss.item(), "mtp_loss": losses.mtp_loss.item(),
+                     "agreement": agree.float().mean().item()}
+        return losses.total, shown
+    tokens = windows[:, :-1]
+    S = stage.drafter.dflash.draft.n_slots
+    anchors = sample_anchors(tokens.size(0), tokens.size(1), S, seed, step).to(tokens.device)
+    result = block_loss(stage.target, stage.mtp, stage.drafter, tokens, anchors, measure)
+    shown = {}
+    if measure:
+        shown = {"loss": result.loss.item(), "agreement": result.agreement.mean().item()}
+    return result.loss, shown
+
+
+@torch.no_grad()
+def evaluate(stage: Stage, windows: Tensor, batch: int) -> dict[str, float]:
+    """The stage's measures on fixed held-out windows, in float32; means over batches of equal size."""
+    total: dict[str, float] = {}
+    parts = windows.split(min(batch, 16))
+    for i, part in enumerate(parts):
+        if stage.drafter is None:
+            losses = target_losses(stage.target, stage.mtp, part, MTPLoss("standard", stage.mtp_loss.weight))
+            measures = {"next_loss": losses.next_loss, "mtp_loss": losses.mtp_loss,
+                        **draft_quality(losses.next_logits[:, 1:], losses.mtp_logits)}
+        else:
+            S = stage.drafter.dflash.draft.n_slots
+            anchors = sample_anchors(len(part), part.size(1) - 1, S, 0, i).to(part.device)
+            result = block_loss(stage.target, stage.mtp, stage.drafter, part[:, :-1], anchors, measure=True)
+            first = stage.drafter.first
+            measures = {"loss": result.loss, "agreement": result.agreement.mean(),
+                        **{f"agreement_T{first + k}": a for k, a in enumerate(result.agreement)}}
+        for name, value in measures.items():
+            total[name] = total.get(name, 0.0) + value.item() * len(part) / len(windows)
+    return total
+
+
+# ----------------------------------------------------------------------------------------------
+# the loop
+
+
+class CtrlC:
+    """Ctrl-C asks the loop to stop after the step it is in; a second one stops at once."""
+
+    def __init__(self):
+        self.asked = False
+
+    def ask(self, signum, frame):
+        self.asked = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def __enter__(self):
+        self.before = signal.signal(signal.SIGINT, self.ask)
+        return self
+
+    def __exit__(self, *exception):
+        signal.signal(signal.SIGINT, self.before)
+
+
+def train(stage: Stage, recipe: Recipe, data: prepare.Dataset, path: Path, state: dict) -> dict[str, float]:
+    """Train to the end of the recipe from state["step"], saving to path; gives the final measures.
+
+    `state` is the checkpoint to write, without weights: its "training" holds step and optimizers
+    of a resumed run. KeyboardInterrupt after saving, if asked.
+    """
+    device = next(stage.target.parameters()).device
+    T = stage.target.cfg.context
+    name = path.stem
+    held_out = eval_batch(data.val, T).to(device)
+    optimizers = make_optimizers(stage.trained, recipe)
+    first_step = 0
+    if state.get("training"):
+        first_step = state["training"]["step"]
+        for optimizer, saved in zip(optimizers, state["training"]["optimizers"]):
+            optimizer.load_state_dict(saved)
+    start_log(path.parent, name, first_step)
+    parameters = [p for module in stage.trained for p in module.parameters()]
+    log_every, eval_every = max(1, recipe.steps // 60), max(1, recipe.steps // 4)
+    measures: dict[str, float] = {}
+    seconds, since = 0.0, first_step
+    bar = tqdm(total=recipe.steps, initial=first_step, desc=name, unit="step", disable=None, dynamic_ncols=True)
+    with bar, CtrlC() as ctrl_c:
+        for step in range(first_step, recipe.steps):
+            last = step + 1 == recipe.steps
+            measure = step % log_every == 0 or last
+            t0 = time.perf_counter()
+            windows = get_batch(data.train, T, recipe.batch, recipe.seed, step).to(device)
+            with torch.autocast(device.type, torch.bfloat16, enabled=recipe.dtype == "bfloat16"):
+                loss, shown = stage_loss(stage, windows, recipe.seed, step, measure)
+            if measure and not loss.isfinite():
+                raise ValueError(f"the loss is {loss.item()} at step {step}: {path} still holds the last "
+                                 "good save; try a lower --lr, or --dtype float32")
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(parameters, recipe.clip)
+            optimizer_step(optimizers, get_lr(step, recipe), on_cpu=device.type == "cpu")
+            seconds += time.perf_counter() - t0
+            bar.update()
+            if measure:
+                speed = (step + 1 - since) * windows.size(0) * T / seconds
+                seconds, since = 0.0, step + 1
+                bar.set_postfix({key: f"{value:.3f}" for key, value in shown.items()} | {"tok/s": f"{speed:.0f}"})
+                log(path.parent, {"stage": name, "step": step, **shown, "tokens_per_s": round(speed)})
+            if (step + 1) % eval_every == 0 or last:
+                measures = evaluate(stage, held_out, recipe.batch)
+                log(path.parent, {"stage": name, "step": step, "eval": measures})
+                bar.write(f"step {step + 1:5d} of {recipe.steps} | " + " | ".join(
+                    f"{key} {value:.4f}" for key, value in measures.items() if not key.startswith("agreement_")))
+            if (step + 1) % eval_every == 0 or last or ctrl_c.asked:
+                training = {} if last else {"step": step + 1, "optimizers": [o.state_dict() for o in optimizers]}
+                save_checkpoint(path, state | weights(stage, state) | {"training": training, "eval": measures})
+            if ctrl_c.asked and not last:
+                raise KeyboardInterrupt(f"stopped after step {step + 1} of {recipe.steps}, saved in {path}")
+    return measures
+
+
+def weights(stage: Stage, state: dict) -> dict:
+    """The part of a checkpoint that changes with training."""
+    if stage.drafter is None:
+        return target_checkpoint(stage.target, stage.mtp, state["tokenizer"])
+    return drafter_checkpoint(state["name"], stage.drafter, state["target_fingerprint"])
+
+
+def start_log(out: Path, name: str, step: int) -> None:
+    """Drop from out/log.jsonl what a stage wrote at `step` or later: a resumed run writes it again."""
+    path = out / "log.jsonl"
+    if path.exists():
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        kept = [line for line in lines if line["stage"] != name or line["step"] < step]
+        temporary = path.with_name(path.name + ".tmp")
+        temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        os.replace(temporary, path)
+
+
+def log(out: Path, line: dict) -> None:
+    with open(out / "log.jsonl", "a") as f:
+        f.write(json.dumps(line) + "\n")
+
+
+# ==============================================================================================
+# settings, set-up and reporting
+
+
+@dataclass(frozen=True)
+class Defaults:
+    steps: int
+    batch: int
+    lr_muon: float
+    lr_adamw: float
+
+
+# tiny: the best of what was tried at five minutes on two cores (README, "How the defaults were found").
+# the other sizes: 20 tokens a parameter, the sources' batch
+TARGET_DEFAULTS = {
+    "tiny": Defaults(steps=400, batch=8, lr_muon=0.01, lr_adamw=0.003),
+    "6m": Defaults(steps=3600, batch=64, lr_muon=0.01, lr_adamw=0.002),
+    "10m": Defaults(steps=6500, batch=64, lr_muon=0.01, lr_adamw=0.0015),
+    "28m": Defaults(steps=17000, batch=64, lr_muon=0.01, lr_adamw=0.001),
+    "59m": Defaults(steps=36000, batch=64, lr_muon=0.01, lr_adamw=0.0008),
+}
+DRAFTER_DEFAULTS = {
+    "tiny": Defaults(steps=500, batch=16, lr_muon=0.01, lr_adamw=0.003),
+    "6m": Defaults(steps=3000, batch=64, lr_muon=0.01, lr_adamw=0.001),
+    "10m": Defaults(steps=3000, batch=64, lr_muon=0.01, lr_adamw=0.001),
+    "28m": Defaults(steps=6000, batch=64, lr_muon=0.01, lr_adamw=0.0006),
+    "59m": Defaults(steps=6000, batch=64, lr_muon=0.01, lr_adamw=0.0006),
+}
+
+MEANING = {
+    "next_loss": "nats a token, the target's cross entropy",
+    "mtp_loss": "nats a token, the MTP head's cross entropy one token further",
+    "tv": "total variation between head and verifier, half the L1 distance",
+    "accept_sampled": "1 - tv: acceptance of a sampled draft under rejection sampling",
+    "accept_greedy": "head and verifier have the same argmax",
+    "accept_argmax_draft": "the verifier's probability of the head's argmax",
+    "kl": "nats, KL(verifier || head)",
+    "loss": "nats, position-decayed cross entropy of the predicted slots",
+    "agreement": "share of proposals equal to the target's argmax, given the text before",
+}
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--ec-mtp", action="store_const", const="ec", dest="mtp_loss",
+                      help="train the MTP head error-cancelled (the default), same as --mtp-loss ec")
+    what.add_argument("--mtp-loss", choices=LOSSES, help="how the MTP head is trained (default ec)")
+    add("--size", choices=list(SIZES), help="default 10m with a GPU and a vocabulary of 8192 or more, else tiny")
+    add("--data", metavar="NAME", help="a folder of data/ (default fineweb-edu if prepared, else stdlib)")
+    add("--out", type=Path, default=Path("out"), metavar="DIR", help="where checkpoints go (default out)")
+    add("--overwrite", action="store_true", help="train again over checkpoints that are there")
+    add("--resume", action="store_true", help="go on with a run that was stopped")
+    add("--stage", choices=["all", "target", "drafter"], default="all", help="default all")
+    add("--drafter", choices=list(ARMS), default="dmtp", metavar="NAME",
+        help="default dmtp. " + "; ".join(f"{name}: {arm.about}" for name, arm in ARMS.items()))
+    add("--steps", type=int, metavar="N", help="optimizer steps of the target stage")
+    add("--drafter-steps", type=int, metavar="N", help="optimizer steps of the drafter stage")
+    add("--batch", type=int, metavar="N", help="windows a step, in both stages")
+    add("--lr", type=float, metavar="F", help="peak learning rate of the hidden matrices, in both stages")
+    add("--optimizer", choices=["muon", "adamw"], default="muon", help="default muon")
+    add("--seed", type=int, default=1337, metavar="N", help="of weights, batches and anchors (default 1337)")
+    add("--device", metavar="D", help="cpu or cuda (default cuda where there is one)")
+    add("--dtype", choices=["float32", "bfloat16"], default="float32",
+        help="of the matrix products in training (default float32: error cancelling subtracts nearly equal vectors)")
+    args = parser.parse_args(argv)
+    args.mtp_loss = args.mtp_loss or "ec"
+    for name in ("steps", "drafter_steps", "batch", "lr"):
+        value = getattr(args, name)
+        if value is not None and value <= 0:
+            parser.error(f"--{name.replace('_', '-')} is {value}: it must be positive")
+    return args
+
+
+def pick_device(wanted: str | None) -> torch.device:
+    """The device to use; ValueError if the wanted one is not here."""
+    try:
+        device = torch.device(wanted or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        raise ValueError(f"--device is {wanted!r}, allowed: cpu, cuda, cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device is {wanted!r}, allowed: cpu, cuda, cuda:N")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device is {wanted!r}, but this torch sees no CUDA device: use --device cpu")
+    return device
+
+
+def open_data(name: str | None) -> prepare.Dataset:
+    """The named data; without a name FineWeb-Edu if it is prepared, else the standard library's sources."""
+    root = Path(prepare.__file__).parent
+    if name is None and (root / "fineweb-edu" / "meta.json").exists():
+        name = "fineweb-edu"
+    if name in (None, "stdlib"):
+        prepare.prepare_stdlib(root / "stdlib")
+        name = "stdlib"
+    return prepare.load(name)
+
+
+def make_recipe(args: argparse.Namespace, defaults: Defaults, steps: int | None) -> Recipe:
+    steps = steps or defaults.steps
+    muon = args.optimizer == "muon"
+    lr = args.lr or (defaults.lr_muon if muon else defaults.lr_adamw)
+    return Recipe(steps=steps, batch=args.batch or defaults.batch, optimizer=args.optimizer, lr=lr,
+                  lr_rest=lr / 2 if muon else lr, weight_decay=0.0 if muon else 0.1,
+                  warmup=max(1, steps // 20), seed=args.seed, dtype=args.dtype)
+
+
+def earlier_run(path: Path, kind: str, settings: dict, args: argparse.Namespace) -> dict:
+    """The checkpoint that this run goes on from, or {} to start; ValueError if one is in the way."""
+    if not path.exists() or (args.overwrite and not args.resume):
+        return {}
+    checkpoint = load_checkpoint(path, kind, f"python train.py --overwrite --out {path.parent}")
+    there = checkpoint["settings"]
+    differ = [f"{k} {there.get(k)} (there) / {settings.get(k)} (asked)"
+              for k in sorted(there.keys() | settings.keys()) if there.get(k) != settings.get(k)]
+    if differ:
+        raise ValueError(f"{path} holds another {kind}: {', '.join(differ)}. "
+                         "Choose another --out, the same settings, or --overwrite")
+    if checkpoint["training"] and not args.resume:
+        raise ValueError(f"{path} stopped at step {checkpoint['training']['step']}: "
+                         "go on with --resume, or start again with --overwrite")
+    return checkpoint
+
+
+def report(title: str, measures: dict[str, float], seconds: float) -> None:
+    print(f"\n{title}, {seconds:.0f} s, on {EVAL_WINDOWS} held-out windows")
+    for name, value in measures.items():
+        print(f"  {name:20} {value:8.4f}   {MEANING.get(name, MEANING['agreement'] + ', this proposal')}")
+
+
+def run_target(args: argparse.Namespace, data: prepare.Dataset, device: torch.device) -> None:
+    """The first stage: out/target.pt, trained here unless it is there."""
+    vocab_size = data.tokenizer["vocab_size"]
+    size = args.size or ("10m" if device.type == "cuda" and vocab_size >= 8192 else "tiny")
+    cfg, mtp_loss = preset(size, vocab_size), MTPLoss(args.mtp_loss)
+    recipe = make_recipe(args, TARGET_DEFAULTS[size], args.steps)
+    settings = {"size": size, "data": data.meta["digests"]["train.bin"], **asdict(mtp_loss), **asdict(recipe)}
+    path = args.out / "target.pt"
+    state = earlier_run(path, "target", settings, args)
+    if state and not state["training"]:
+        print(f"target    {path} is there, trained with these settings: used as it is")
+        return
+    torch.manual_seed(args.seed)
+    target, mtp = Llama(cfg), MTP(cfg)
+    check_cancels(target, mtp)
+    if state:
+        target.load_state_dict(state["target"])
+        mtp.load_state_dict(state["mtp"])
+    n_target, n_mtp = (sum(p.numel() for p in m.parameters()) for m in (target, mtp))
+    print(f"target    {size}, {n_target / 1e6:.2f}M parameters + MTP head {n_mtp / 1e6:.2f}M, loss {args.mtp_loss}\n"
+          f"recipe    {describe(recipe, cfg.context)}")
+    stage = Stage(target.to(device), mtp.to(device), mtp_loss, drafter=None)
+    start = time.perf_counter()
+    state = state or {"settings": settings, "size": size, "data": data.meta["name"], "tokenizer": data.tokenizer}
+    measures = train(stage, recipe, data, path, state)
+    report(f"target with MTP head ({args.mtp_loss})", measures, time.perf_counter() - start)
+
+
+def run_drafter(args: argparse.Namespace, data: prepare.Dataset, device: torch.device) -> None:
+    """The second stage: out/NAME.pt for the target of out/target.pt."""
+    target, mtp, checkpoint = load_target(args.out)
+    if checkpoint["training"]:
+        raise ValueError(f"{args.out / 'target.pt'} is not fully trained: go on with --resume")
+    if checkpoint["tokenizer"] != data.tokenizer:
+        raise ValueError(f"{args.out / 'target.pt'} has another tokenizer than data {data.meta['name']}: "
+                         "name the data that it was trained on with --data")
+    size = checkpoint["size"]
+    recipe = make_recipe(args, DRAFTER_DEFAULTS[size], args.drafter_steps)
+    arm, draft = ARMS[args.drafter], draft_preset(target.cfg, size)
+    settings = {"target": checkpoint["fingerprint"], "data": data.meta["digests"]["train.bin"], **asdict(recipe)}
+    path = args.out / f"{args.drafter}.pt"
+    state = earlier_run(path, "drafter", settings, args)
+    if state and not state["training"]:
+        print(f"drafter   {path} is there, trained with these settings: used as it is")
+        return
+    torch.manual_seed(args.seed)
+    drafter = Drafter(target.cfg, draft, arm)
+    if state:
+        drafter.load_state_dict(state["drafter"])
+    print(f"drafter   {args.drafter}: {arm.about}, {sum(p.numel() for p in drafter.parameters()) / 1e6:.2f}M parameters\n"
+          f"recipe    {describe(recipe, target.cfg.context)}")
+    stage = Stage(target.to(device), mtp.to(device), MTPLoss(), drafter.to(device))
+    start = time.perf_counter()
+    state = state or {"settings": settings, "name": args.drafter, "target_fingerprint": checkpoint["fingerprint"]}
+    measures = train(stage, recipe, data, path, state)
+    report(f"drafter {args.drafter}", measures, time.perf_counter() - start)
+
+
+def describe(recipe: Recipe, T: int) -> str:
+    return (f"{recipe.optimizer}, {recipe.steps} steps of {recipe.batch} windows of {T} tokens "
+            f"({recipe.steps * recipe.batch * T / 1e6:.2f}M), peak lr {recipe.lr:g}, {recipe.dtype}, seed {recipe.seed}")
+
+
+def run(args: argparse.Namespace) -> None:
+    device = pick_device(args.device)
+    print(f"device    {device}, {torch.get_num_threads()} threads, torch {torch.__version__}")
+    data = open_data(args.data)
+    print(f"data      {data.meta['name']}: {len(data.train) / 1e6:.2f}M tokens to train on, "
+          f"{len(data.val) / 1e6:.2f}M held out, vocabulary {data.tokenizer['vocab_size']}")
+    args.out.mkdir(parents=True, exist_ok=True)
+    if args.stage != "drafter":
+        run_target(args, data, device)
+    if args.stage != "target":
+        run_drafter(args, data, device)
+    out = "" if args.out == Path("out") else f" --out {args.out}"
+    drafter = "mtp" if args.stage == "target" else args.drafter
+    print(f"\ntry it:   python speculate.py --drafter {drafter}{out} --prompt \"def main(\"")
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    try:
+        run(args)
+    except (ValueError, OSError) as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt as e:
+        words = [w for w in (sys.argv[1:] if argv is None else argv) if w not in ("--overwrite", "--resume")]
+        print(f"\n{e or 'stopped'}. Go on with: python train.py {' '.join(words + ['--resume'])}", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
