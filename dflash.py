@@ -48,7 +48,8 @@ def draft_preset(cfg: Config, size: str) -> DraftConfig:
 
     Simplified: the public formula stops at layer L - 3, which in a shallow target is its middle.
     """
-    taps = tuple(round(1 + i * (cfg.n_layer - 2) / 2) for i in range(3))  # L = 6: 1, 3, 5
+    layers = [round(1 + i * (cfg.n_layer - 2) / 2) for i in range(3)]  # L = 6: 1, 3, 5
+    taps = tuple(dict.fromkeys(layers))  # a target of two or three layers has fewer
     return DraftConfig(taps, n_layer=3 if size in ("28m", "59m") else 2)
 
 

@@ -356,11 +356,16 @@ def generate(m: Machine, prompts: list[list[int]], n_new: int, seed: int = 0, te
     """
     if n_new == 0:
         return
+    context = m.target.cfg.context
+    for i, prompt in enumerate(prompts):
+        if len(prompt) >= context:
+            raise ValueError(f"prompt {i + 1} has {len(prompt)} tokens, the context is {context} with what "
+                             f"is generated: shorten the prompt to {context - 1} or less")
     s = s or new_state(m, len(prompts), seed, temperature)
     length = s.target_kv[0].size(2)
     prefill(m, s, prompts, n_new, first_request)
     pos = [len(p) for p in prompts]
-    limit = [min(len(p) + n_new, m.target.cfg.context) - 1 for p in prompts]
+    limit = [min(len(p) + n_new, context) - 1 for p in prompts]
     pending = s.block[:, 0].tolist()
     yield [Emission(row, [token], -1, 0) for row, token in enumerate(pending)]
     live = [pos[row] < limit[row] and pending[row] != m.eot for row in range(len(prompts))]
@@ -450,7 +455,7 @@ class Difference(NamedTuple):
     speculative: int
     gap: float        # of the plain run's two perturbed logits
     noise: float      # the largest difference of a block's and single rows' logits on this text
-    tie: bool         # moving the two tokens towards each other by twice the noise flips the choice
+    tie: bool         # moving the two logits by twice the noise makes either token the choice
 
 
 @torch.no_grad()
@@ -478,11 +483,14 @@ def compare(plain: Machine, prompts: list[list[int]], a: Tally, b: Tally, block:
         luck = gumbel(s.seed, torch.tensor([row], device=one.device), position, one.size(-1))[0, 0]
         scores = perturb(one[-1], luck, s.temperature, replace(plain.sampling, top_k=0, top_p=1.0))
         gap = (scores[x[index]] - scores[y[index]]).item()
-        nearer = one[-1].clone()
-        nearer[x[index]] -= 2 * noise
-        nearer[y[index]] += 2 * noise
-        flips = perturb(nearer, luck, s.temperature, plain.sampling).argmax().item() != x[index]
-        tie = flips and one.dtype != torch.float64
+        either = []
+        for up, down in ((x[index], y[index]), (y[index], x[index])):
+            moved = one[-1].clone()
+            moved[up] += 2 * noise
+            moved[down] -= 2 * noise
+            choice = perturb(moved, luck, s.temperature, plain.sampling).argmax().item()
+            either.append(choice == up)
+        tie = all(either) and one.dtype != torch.float64
         found.append(Difference(row, index, x[index], y[index], gap, noise, tie))
     return found
 
@@ -628,23 +636,14 @@ def open_target(args: argparse.Namespace) -> tuple[Llama, MTP, dict]:
     return target.to(name, dtype), mtp.to(name, dtype), checkpoint
 
 
-def encode_prompts(args: argparse.Namespace, encoding, context: int) -> list[list[int]]:
-    """Token ids of every prompt; an empty one starts from end-of-text, as a document does."""
-    prompts = [encoding.encode_ordinary(text) or [encoding.eot_token] for text in args.prompt]
-    for text, ids in zip(args.prompt, prompts):
-        if len(ids) >= context:
-            raise ValueError(f"a prompt has {len(ids)} tokens ({text[:20]!r}..), the context is {context} with "
-                             f"what is generated: shorten it to {context - 1} or less")
-    return prompts
-
-
 def run_prompt(args: argparse.Namespace) -> int:
     """Stream, then measure against plain decoding in turn, and check if asked. The exit status."""
     target, mtp, checkpoint = open_target(args)
     encoding = prepare.encoding(checkpoint["tokenizer"])
     m = load_machine(args.drafter, args, target, mtp, checkpoint)
     plain = replace(m, mtp=None, drafter=None, n_slots=1)
-    prompts = encode_prompts(args, encoding, target.cfg.context)
+    # an empty prompt starts from end-of-text, as a document does
+    prompts = [encoding.encode_ordinary(text) or [encoding.eot_token] for text in args.prompt]
     color = sys.stdout.isatty() and not args.no_color
     settings = (prompts, args.max_new_tokens, args.seed, args.temperature)
     if color:

@@ -363,7 +363,7 @@ def pick_device(wanted: str | None) -> torch.device:
     return device
 
 
-def open_data(name: str | None) -> prepare.Dataset:
+def open_data(name: str | None) -> tuple[str, prepare.Dataset]:
     """The named data; without a name FineWeb-Edu if it is prepared, else the standard library's sources."""
     root = Path(prepare.__file__).parent
     if name is None and (root / "fineweb-edu" / "meta.json").exists():
@@ -371,7 +371,7 @@ def open_data(name: str | None) -> prepare.Dataset:
     if name in (None, "stdlib"):
         prepare.prepare_stdlib(root / "stdlib")
         name = "stdlib"
-    return prepare.load(name)
+    return name, prepare.load(name)
 
 
 def make_recipe(args: argparse.Namespace, defaults: Defaults, steps: int | None) -> Recipe:
@@ -429,7 +429,7 @@ def run_target(args: argparse.Namespace, data: prepare.Dataset, device: torch.de
           f"recipe    {describe(recipe, cfg.context)}")
     stage = Stage(target.to(device), mtp.to(device), mtp_loss, drafter=None)
     start = time.perf_counter()
-    state = state or {"settings": settings, "size": size, "data": data.meta["name"], "tokenizer": data.tokenizer}
+    state = state or {"settings": settings, "size": size, "data": args.data, "tokenizer": data.tokenizer}
     measures = train(stage, recipe, data, path, state)
     report(f"target with MTP head ({args.mtp_loss})", measures, time.perf_counter() - start)
 
@@ -440,7 +440,7 @@ def run_drafter(args: argparse.Namespace, data: prepare.Dataset, device: torch.d
     if checkpoint["training"]:
         raise ValueError(f"{args.out / 'target.pt'} is not fully trained: go on with --resume")
     if checkpoint["tokenizer"] != data.tokenizer:
-        raise ValueError(f"{args.out / 'target.pt'} has another tokenizer than data {data.meta['name']}: "
+        raise ValueError(f"{args.out / 'target.pt'} has another tokenizer than data {args.data}: "
                          "name the data that it was trained on with --data")
     size = checkpoint["size"]
     recipe = make_recipe(args, DRAFTER_DEFAULTS[size], args.drafter_steps)
@@ -472,8 +472,8 @@ def describe(recipe: Recipe, T: int) -> str:
 def run(args: argparse.Namespace) -> None:
     device = pick_device(args.device)
     print(f"device    {device}, {torch.get_num_threads()} threads, torch {torch.__version__}")
-    data = open_data(args.data)
-    print(f"data      {data.meta['name']}: {len(data.train) / 1e6:.2f}M tokens to train on, "
+    args.data, data = open_data(args.data)
+    print(f"data      {args.data}: {len(data.train) / 1e6:.2f}M tokens to train on, "
           f"{len(data.val) / 1e6:.2f}M held out, vocabulary {data.tokenizer['vocab_size']}")
     args.out.mkdir(parents=True, exist_ok=True)
     if args.stage != "drafter":

@@ -1,0 +1,246 @@
+"""What a person meets at the command line of speculate.py: streamed text, measures, checks, one-line errors."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+import speculate
+from data import prepare
+from dmtp import drafter_checkpoint, save_checkpoint, target_checkpoint
+from kit import small_config, small_drafter, small_models
+from speculate import Emission, Machine, Sampling, Screen, Tally, compare, held_out_prompts
+
+CFG = small_config(vocab_size=300, context=100)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """An out/ with a random target and both drafters, and the data whose tokenizer they have."""
+    root = tmp_path_factory.mktemp("project")
+    text = "".join(f"def f{i}(x):\n    return x + {i}  # é 🙂 {i * i}\n" for i in range(400))
+    (root / "src").mkdir()
+    for i in range(40):
+        (root / "src" / f"{i}.py").write_text(text[i * 300:], encoding="utf-8")
+    paths = sorted(p.name for p in (root / "src").iterdir())
+    prepare.prepare(root / "src", paths, root / "data", {"source": "tests", "vocab_size": 300})
+    tokenizer = prepare.load(root / "data").tokenizer
+    target, mtp = (m.float() for m in small_models(cfg=CFG))
+    out = root / "out"
+    out.mkdir()
+    whole = target_checkpoint(target, mtp, tokenizer) | {"training": {}, "data": str(root / "data"), "settings": {}}
+    save_checkpoint(out / "target.pt", whole)
+    for name in ("dflash", "dmtp"):
+        drafter = small_drafter(CFG, name).float()
+        save_checkpoint(out / f"{name}.pt", drafter_checkpoint(name, drafter, whole["fingerprint"]) | {"training": {}})
+    return out
+
+
+@pytest.fixture
+def run(folder, capsys):
+    def main(*flags: str) -> tuple[int, str, str]:
+        status = speculate.main(["--out", str(folder), "--max-new-tokens", "24", *flags])
+        return status, *capsys.readouterr()
+
+    return main
+
+
+@pytest.mark.parametrize("temperature", ["0", "1"])
+@pytest.mark.parametrize("drafter", ["none", "mtp", "dflash", "dmtp"])
+def test_every_drafter_streams_text_and_passes_the_check(run, drafter, temperature):
+    status, out, _ = run("--prompt", "def f", "--drafter", drafter, "--temperature", temperature, "--check")
+    assert status == 0
+    assert out.startswith("def f")
+    assert "identical to plain decoding: 24 tokens" in out
+    assert "tokens/s  plain" in out
+    assert ("acceptance length" in out) == (drafter != "none")
+
+
+def test_printed_text_is_the_same_for_every_drafter(run):
+    texts = {run("--prompt", "x", "--drafter", d, "--dtype", "float64")[1].rsplit("\n\n", 1)[0].rsplit("tokens/s")[0]
+             for d in ("mtp", "dflash", "dmtp")}
+    assert len(texts) == 1
+
+
+def test_a_batch_of_prompts_prints_every_text_after_its_prompt(run):
+    status, out, _ = run("--prompt", "def f", "--prompt", "", "--prompt", "return x + 1", "--mtp-steps", "4",
+                         "--drafter", "mtp")
+    assert status == 0
+    assert [f"--- prompt {i} of 3" in out for i in (1, 2, 3)] == [True] * 3
+    assert "batch 3" in out
+
+
+def test_a_mismatch_exits_non_zero_and_names_the_token(run, monkeypatch):
+    decode = speculate.decode
+
+    def wrong(*settings):
+        tally = decode(*settings)
+        tally.texts[0][5] = (tally.texts[0][5] + 1) % 256
+        return tally
+
+    monkeypatch.setattr(speculate, "decode", wrong)
+    status, out, _ = run("--prompt", "def f", "--check")
+    assert status == 1
+    assert "at token 6" in out and "MISMATCH" in out
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--prompt", "x", "--drafter", "dmtp", "--out", "nowhere"], ["nowhere/target.pt", "python train.py --ec-mtp"]),
+    (["--prompt", "x " * 400], ["the context is 100", "shorten"]),
+    (["--prompt", "x", "--device", "tpu"], ["cpu, cuda"]),
+    (["--bench", "--n-prompts", "5000"], ["ask for fewer"])])
+def test_mistakes_end_in_one_line_that_says_what_to_do(run, flags, words):
+    status, _, error = run(*flags)
+    assert status == 1
+    assert error.count("\n") == 1 and all(word in error for word in words)
+
+
+@pytest.mark.parametrize("flags", [["--top-p", "0"], ["--top-p", "1.5"], ["--top-k", "-1"], ["--temperature", "-1"],
+                                   ["--temperature", "nan"], ["--mtp-steps", "0"], ["--mtp-steps", "99"],
+                                   ["--seed", "-1"], ["--max-new-tokens", "-1"], ["--threads", "0"]])
+def test_bad_numbers_are_refused_with_the_flag_and_what_is_allowed(run, capsys, flags):
+    with pytest.raises(SystemExit) as stop:
+        run("--prompt", "x", *flags)
+    assert stop.value.code == 2
+    assert f"{flags[0]} is {flags[1]}" in capsys.readouterr().err
+
+
+def test_no_tokens_asked_for_prints_the_prompt_alone(run):
+    assert run("--prompt", "def f", "--max-new-tokens", "0")[:2] == (0, "def f\n")
+
+
+def test_a_drafter_that_was_not_trained_names_the_command(run, folder):
+    (folder / "dflash.pt").rename(folder / "away.pt")
+    status, _, error = run("--prompt", "x", "--drafter", "dflash")
+    (folder / "away.pt").rename(folder / "dflash.pt")
+    assert status == 1
+    assert "python train.py --stage drafter --drafter dflash" in error
+
+
+def test_bench_prints_a_row_for_each_method_and_mode_and_keeps_it_as_json(run, folder):
+    status, out, _ = run("--bench", "--n-prompts", "3", "--batch", "2", "--dtype", "float64", "--max-new-tokens", "9",
+                         "--temperature", "1")
+    assert status == 0, out
+    rows = json.loads((folder / "bench.json").read_text())
+    assert len(rows) == 12
+    assert all(row["texts_that_differ"] == 0 and sum(row["histogram"]) > 0 for row in rows)
+    assert {row["drafter"] for row in rows} == {"mtp x 1", "mtp x 4", "dflash", "dmtp"}
+
+
+def test_prompts_of_tables_are_the_heads_of_long_documents_in_file_order():
+    eot, long = 9, list(range(8)) * 24
+    tokens = torch.tensor(long + [eot] + [1, 2, eot] + long[::-1] + [eot]).numpy()
+    assert held_out_prompts(tokens, eot, 2) == [long[:64], long[::-1][:64]]
+    with pytest.raises(ValueError, match="2 documents"):
+        held_out_prompts(tokens, eot, 3)
+
+
+# ----------------------------------------------------------------------------------------------
+# near ties
+
+
+def tallies(*texts: list[int]) -> list[Tally]:
+    return [Tally([text], [[0]]) for text in texts]
+
+
+def twin_machine(dtype: torch.dtype) -> Machine:
+    """Tokens 5 and 6 always have the same logit, up to rounding."""
+    target, _ = small_models()
+    target.lm_head.weight.data[6] = target.lm_head.weight.data[5]
+    return Machine(target.to(dtype), None, None, 1, Sampling(greedy=True))
+
+
+def test_a_near_tie_is_excused_in_float32_and_never_in_float64():
+    for dtype, excused in ((torch.float32, True), (torch.float64, False)):
+        plain, other = tallies([3, 5, 1], [3, 6, 2])
+        m = twin_machine(dtype)
+        m.target.lm_head.weight.data[:5] = m.target.lm_head.weight.data[7:] = 0
+        text = [1, 2, 3]
+        sign = torch.sign(m.target.lm_head(m.target(torch.tensor([text + [3]]))[0])[0, -1, 5]).item()
+        m.target.lm_head.weight.data *= sign  # 5 and 6 are the likeliest
+        found, = compare(m, [text], plain, other, 8, 0, 0.0)
+        assert (found.row, found.index, found.plain, found.speculative) == (0, 1, 5, 6)
+        assert found.gap == 0
+        assert found.tie == excused
+
+
+def test_a_wide_gap_is_no_tie_and_a_missing_token_is_none_either():
+    m = twin_machine(torch.float32)
+    logits = m.target.lm_head(m.target(torch.tensor([[1, 2, 3, 3]]))[0])[0, -1]
+    best, worst = logits.argmax().item(), logits.argmin().item()
+    found, = compare(m, [[1, 2, 3]], *tallies([3, best], [3, worst]), 8, 0, 0.0)
+    assert not found.tie and found.gap > 0.1
+    found, = compare(m, [[1, 2, 3]], *tallies([3, best], [3]), 8, 0, 0.0)
+    assert not found.tie and found.index == 1
+
+
+# ----------------------------------------------------------------------------------------------
+# the screen
+
+
+@pytest.fixture(scope="module")
+def encoding():
+    ranks = {bytes([i]): i for i in range(256)}
+    text = "".join(f"{speculate.codecs.encode(k, 'base64').decode().strip()} {v}\n" for k, v in ranks.items())
+    return prepare.encoding({"pattern": prepare.PATTERN, "ranks": text, "eot": 256, "vocab_size": 257})
+
+
+def screen(encoding, prompts: list[str], color: bool = False) -> Screen:
+    target, mtp = small_models()
+    m = Machine(target, mtp, small_drafter(target.cfg, "dmtp"), 8, Sampling())
+    return Screen(m, encoding, prompts, color)
+
+
+def test_characters_are_never_printed_in_halves(encoding, capsys):
+    shown, s = "", screen(encoding, ["x"])
+    for byte in "é🙂!".encode():
+        s.add([Emission(0, [byte], 0, 0)])
+        shown += capsys.readouterr().out
+        assert "\ufffd" not in shown
+    assert shown == "xé🙂!"
+    s.add([Emission(0, [0xF0], 0, 0)])
+    assert capsys.readouterr().out == ""
+    s.flush(finished=True)
+    assert capsys.readouterr().out == "\ufffd\n"  # what stays half at the end is shown as such
+
+
+def test_tokens_are_coloured_by_who_proposed_them(encoding, capsys):
+    s = screen(encoding, ["x"], color=True)
+    s.add([Emission(0, list(b"a"), -1, 0)])
+    s.add([Emission(0, list(b"bcd"), 2, 0)])
+    paint = {who: f"{code}{{}}{speculate.RESET}" for who, code in speculate.COLORS.items()}
+    assert capsys.readouterr().out == (paint["prompt"].format("x") + paint["target"].format("a") +
+                                       paint["mtp"].format("b") + paint["dflash"].format("c") + paint["target"].format("d"))
+
+
+def test_a_terminal_does_not_obey_control_characters_of_the_model(encoding, capsys):
+    s = screen(encoding, ["x"], color=True)
+    s.add([Emission(0, list(b"\x1b[2J\n"), 0, 0)])
+    out = capsys.readouterr().out
+    assert "\x1b[2J" not in out and "\ufffd" in out and "\n" in out
+
+
+def test_later_rows_wait_for_their_turn(encoding, capsys):
+    s = screen(encoding, ["A", "B"])
+    s.add([Emission(1, list(b"22"), 0, 0), Emission(0, list(b"11"), 0, 0)])
+    assert "22" not in (first := capsys.readouterr().out) and "11" in first
+    s.flush(finished=True)
+    assert "B22" in capsys.readouterr().out
+
+
+def test_every_flag_of_help_exists_and_one_of_prompt_or_bench_is_needed(capsys):
+    with pytest.raises(SystemExit) as stop:
+        speculate.main([])
+    assert stop.value.code == 2
+    with pytest.raises(SystemExit):
+        speculate.main(["--help"])
+    text = capsys.readouterr().out
+    assert all(flag in text for flag in ("--prompt", "--drafter", "--check", "--bench"))
+
+
+def test_replacing_the_drafter_of_a_machine_gives_plain_decoding():
+    target, mtp = small_models()
+    m = Machine(target, mtp, small_drafter(target.cfg, "dmtp"), 8, Sampling())
+    steps = speculate.round_steps(replace(m, mtp=None, drafter=None, n_slots=1))
+    assert [step.__name__ for step in steps] == ["noise_step", "verify_step", "commit_step"]

@@ -1,0 +1,263 @@
+"""Training does what the flags say, again and again the same; and nothing is lost when it is stopped."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import train
+from data import prepare
+from dmtp import fingerprint, load_drafter, load_target
+from kit import small_config, small_drafter, small_models
+from model import SIZES
+from mtp import MTPLoss
+from train import KeepFloat32, Recipe, Stage, get_batch, get_lr, make_optimizers, optimizer_step, stage_loss
+
+ROOT = Path(train.__file__).parent
+RECIPE = Recipe(steps=20, batch=4, optimizer="muon", lr=0.01, lr_rest=0.005, weight_decay=0.0, warmup=2,
+                seed=1, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """This project's own sources, prepared with 300 tokens."""
+    paths = sorted(str(p.relative_to(ROOT)) for p in [*ROOT.glob("*.py"), *ROOT.glob("tests/*.py")])
+    folder = tmp_path_factory.mktemp("data") / "own"
+    prepare.prepare(ROOT, paths, folder, {"source": "tests", "vocab_size": 300})
+    return folder
+
+
+@pytest.fixture
+def run(monkeypatch, data, tmp_path):
+    """Runs train.main on a very small size and gives (exit status, out folder)."""
+    monkeypatch.setitem(SIZES, "tiny", (2, 16, 2, 8, 24, 32))
+    monkeypatch.setattr(train, "EVAL_WINDOWS", 8)
+
+    def main(*flags: str, out: str = "out") -> tuple[int, Path]:
+        settings = ["--data", str(data), "--out", str(tmp_path / out), "--steps", "8", "--drafter-steps", "8",
+                    "--batch", "4"]
+        return train.main(settings + list(flags)), tmp_path / out
+
+    return main
+
+
+def log_lines(out: Path) -> list[dict]:
+    """log.jsonl without its timings."""
+    lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k != "tokens_per_s"} for line in lines]
+
+
+def tensors(path: Path, key: str) -> dict:
+    return torch.load(path, weights_only=True)[key]
+
+
+def same(a: dict, b: dict) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_both_stages_can_learn_one_batch_by_heart(optimizer):
+    cfg = small_config()
+    target, mtp = (m.float() for m in small_models(cfg=cfg))
+    windows = torch.randint(23, (2, 33), generator=torch.Generator().manual_seed(0))
+    recipe = Recipe(**{**vars(RECIPE), "optimizer": optimizer, "lr": 0.02, "lr_rest": 0.02, "steps": 100})
+    for drafter in (None, small_drafter(cfg, "dmtp").float()):
+        stage = Stage(target, mtp, MTPLoss("ec"), drafter)
+        optimizers = make_optimizers(stage.trained, recipe)
+        for step in range(recipe.steps):
+            loss, _ = stage_loss(stage, windows, 0, 0, measure=False)
+            loss.backward()
+            optimizer_step(optimizers, get_lr(step, recipe), on_cpu=True)
+        assert stage_loss(stage, windows, 0, 0, measure=False)[0].item() < 0.3
+
+
+@pytest.mark.parametrize("flags", [[], ["--optimizer", "adamw", "--mtp-loss", "kl", "--drafter", "dflash"]])
+def test_a_stopped_and_resumed_run_gives_the_losses_and_weights_of_an_uninterrupted_one(run, monkeypatch, capsys, flags):
+    status, whole = run(*flags, out="whole")
+    assert status == 0
+    calls = []
+
+    class StopAfter3(train.CtrlC):
+        def __exit__(self, *exception):
+            calls.append(1)
+            super().__exit__(*exception)
+
+        asked = property(lambda self: sum(lr_calls) >= 3, lambda self, value: None)
+
+    lr_calls = []
+    lr = train.get_lr
+    monkeypatch.setattr(train, "get_lr", lambda step, recipe: lr_calls.append(1) or lr(step, recipe))
+    monkeypatch.setattr(train, "CtrlC", StopAfter3)
+    status, parts = run(*flags, out="parts")             # the target stage stops after 3 steps
+    assert status == 130
+    assert "--resume" in capsys.readouterr().err
+    assert run(*flags, out="parts")[0] == 1               # without --resume: refused in one line
+    assert "--resume" in capsys.readouterr().err
+    lr_calls[:] = [-8]                                    # 5 steps to the target's end, 6 of the drafter
+    assert run(*flags, "--resume", out="parts")[0] == 130
+    lr_calls[:] = [-99]
+    assert run(*flags, "--resume", out="parts")[0] == 0
+    assert log_lines(parts) == log_lines(whole)
+    name = "dflash" if "dflash" in flags else "dmtp"
+    for file, key in (("target.pt", "target"), ("target.pt", "mtp"), (f"{name}.pt", "drafter")):
+        assert same(tensors(parts / file, key), tensors(whole / file, key))
+
+
+def test_same_seed_gives_the_same_run_and_another_seed_another(run):
+    a, b, c = (run("--stage", "target", "--seed", seed, out=out)[1] for seed, out in (("1", "a"), ("1", "b"), ("2", "c")))
+    assert log_lines(a) == log_lines(b) != log_lines(c)
+
+
+def test_ec_starts_with_the_losses_of_standard_and_then_goes_its_own_way(run):
+    ec, standard = (run("--stage", "target", "--mtp-loss", mode, out=mode)[1] for mode in ("ec", "standard"))
+    first, second = (log_lines(out) for out in (ec, standard))
+    assert first[0] == second[0]
+    assert first[3] != second[3]
+
+
+def test_drafters_of_one_target_train_on_the_same_text_and_leave_the_target_alone(run, monkeypatch):
+    _, out = run()
+    before = (out / "target.pt").read_bytes()
+    seen = {"dflash": [], "dmtp": []}
+    batches = train.get_batch
+    for name in seen:
+        monkeypatch.setattr(train, "get_batch", lambda *a, name=name: seen[name].append(batches(*a)) or batches(*a))
+        assert run("--stage", "drafter", "--drafter", name, "--overwrite")[0] == 0
+    assert len(seen["dflash"]) == 8
+    assert all(torch.equal(a, b) for a, b in zip(*seen.values()))
+    assert (out / "target.pt").read_bytes() == before
+
+
+def test_finished_stages_are_used_as_they_are_and_other_settings_are_refused(run, capsys):
+    _, out = run()
+    written = (out / "target.pt").stat().st_mtime_ns, (out / "dmtp.pt").stat().st_mtime_ns
+    assert run()[0] == 0
+    assert ((out / "target.pt").stat().st_mtime_ns, (out / "dmtp.pt").stat().st_mtime_ns) == written
+    capsys.readouterr()
+    assert run("--seed", "5")[0] == 1
+    error = capsys.readouterr().err
+    assert "seed 1337 (there) / 5 (asked)" in error and "--overwrite" in error and error.count("\n") == 1
+    assert run("--seed", "5", "--overwrite")[0] == 0
+    target, mtp, checkpoint = load_target(out)
+    assert checkpoint["fingerprint"] == fingerprint(target, mtp)
+    load_drafter(out, "dmtp", target.cfg, checkpoint["fingerprint"])
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint(run, monkeypatch, capsys):
+    _, out = run("--stage", "target")
+    before = (out / "target.pt").read_bytes()
+    monkeypatch.setattr(train, "stage_loss", lambda *a: (torch.tensor(float("nan"), requires_grad=True), {}))
+    assert run("--stage", "target", "--overwrite")[0] == 1
+    assert "at step 0" in capsys.readouterr().err
+    assert (out / "target.pt").read_bytes() == before
+
+
+def test_ctrl_c_finishes_the_step_saves_and_names_the_command_to_go_on(data, tmp_path):
+    command = [sys.executable, str(ROOT / "train.py"), "--data", str(data), "--out", str(tmp_path), "--steps", "2000",
+               "--batch", "1", "--optimizer", "adamw"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, stdout=subprocess.DEVNULL)
+    for _ in range(600):
+        time.sleep(0.1)
+        if (tmp_path / "log.jsonl").exists():
+            break
+    process.send_signal(signal.SIGINT)
+    error = process.communicate(timeout=120)[1]
+    assert process.returncode == 130
+    assert "Traceback" not in error
+    assert error.strip().splitlines()[-1].startswith("stopped after step")
+    assert "--resume" in error
+    checkpoint = torch.load(tmp_path / "target.pt", weights_only=True)
+    assert 0 < checkpoint["training"]["step"] < 2000
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_a_missing_gpu_is_one_line(run, capsys):
+    assert run("--device", "cuda")[0] == 1
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("flags, word", [
+    (["--device", "tpu"], "cpu, cuda"), (["--data", "no-such"], "prepare.py"), (["--stage", "drafter"], "train.py")])
+def test_mistakes_end_in_one_line_that_says_what_to_do(run, capsys, flags, word):
+    assert run(*flags, out="empty")[0] == 1
+    error = capsys.readouterr().err
+    assert word in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("flags", [["--steps", "0"], ["--lr", "-1"], ["--drafter", "x"], ["--mtp-loss", "x"],
+                                   ["--ec-mtp", "--mtp-loss", "kl"]])
+def test_bad_flags_are_refused_before_anything_runs(flags, capsys):
+    with pytest.raises(SystemExit) as stop:
+        train.main(flags)
+    assert stop.value.code == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_help_names_every_drafter(capsys):
+    with pytest.raises(SystemExit):
+        train.main(["--help"])
+    text = capsys.readouterr().out
+    assert "dflash" in text and "dmtp" in text and "--mtp-loss" in text
+
+
+def test_learning_rate_rises_over_the_warm_up_and_falls_to_zero_by_hand():
+    recipe = Recipe(**{**vars(RECIPE), "steps": 10, "warmup": 2})
+    assert [get_lr(step, recipe) for step in range(10)] == [0.5, 1, 1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8]
+
+
+def test_batches_follow_from_seed_and_step_alone():
+    tokens = torch.arange(1000).numpy().astype("uint16")
+    a, b, c = get_batch(tokens, 8, 4, 1, 5), get_batch(tokens, 8, 4, 1, 5), get_batch(tokens, 8, 4, 1, 6)
+    assert a.shape == (4, 9) and a.dtype == torch.int64
+    assert torch.equal(a, b) and not torch.equal(a, c)
+    assert torch.equal(a[:, 1:], a[:, :-1] + 1)
+    last = get_batch(tokens[:9], 8, 4, 1, 0)
+    assert torch.equal(last, torch.arange(9).expand(4, 9))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_each_parameter_has_one_optimizer_and_only_hidden_matrices_decay(optimizer):
+    target, mtp = small_models()
+    recipe = Recipe(**{**vars(RECIPE), "optimizer": optimizer, "weight_decay": 0.1})
+    groups = [g for o in make_optimizers([target, mtp], recipe) for g in o.param_groups]
+    ids = [id(p) for g in groups for p in g["params"]]
+    assert sorted(ids) == sorted(id(p) for m in (target, mtp) for p in m.parameters())
+    decayed = {id(p) for g in groups if g["weight_decay"] for p in g["params"]}
+    hidden = {id(p) for m in (target, mtp) for n, p in m.named_parameters()
+              if p.dim() == 2 and "embed_tokens" not in n and "lm_head" not in n}
+    assert decayed == hidden
+
+
+def test_muon_on_a_cpu_takes_the_step_of_newton_schulz_in_float32():
+    torch.manual_seed(0)
+    p, g = torch.nn.Parameter(torch.randn(6, 10)), torch.randn(6, 10)
+    before = p.detach().clone()
+    muon = torch.optim.Muon([p], lr=0.1, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+    p.grad = g.clone()
+    with KeepFloat32():
+        muon.step()
+    buffer = 0.05 * g
+    x = 0.05 * g + 0.95 * buffer
+    x = x / x.norm()
+    for _ in range(5):
+        a = x @ x.T
+        x = 3.4445 * x + (-4.775 * a + 2.0315 * a @ a) @ x
+    step = before - 0.1 * 0.2 * 10 ** 0.5 * x
+    assert p.dtype == torch.float32
+    torch.testing.assert_close(p.detach(), step, rtol=1e-4, atol=1e-5)
+
+
+def test_the_log_holds_one_json_object_a_line_with_losses_and_measures(run):
+    _, out = run()
+    lines = log_lines(out)
+    assert {line["stage"] for line in lines} == {"target", "dmtp"}
+    assert all(0 <= line["agreement"] <= 1 for line in lines if "agreement" in line)
+    final = [line["eval"] for line in lines if "eval" in line and line["stage"] == "target"][-1]
+    assert final["accept_sampled"] + final["tv"] == pytest.approx(1, abs=1e-6)
+    assert os.listdir(out).count("log.jsonl.tmp") == 0
