@@ -14,8 +14,8 @@ slot. The features of A itself do not exist yet: A was chosen, but not processed
 
 Training puts N blocks, at random anchors of one window of text, into a single forward:
 
-    keys    [ context 0 .. T-1 | block 1 | block 2 | .. | block N ]     each block sees the context
-    queries                    [ block 1 | block 2 | .. | block N ]     before its anchor, and itself
+    keys    [ context 0 .. T-1 | block 1 | block 2 | .. | block N ]    each block sees the context
+    queries                    [ block 1 | block 2 | .. | block N ]    before its anchor, and itself
 
 Source: DFlash. Layers are Qwen3's (q/k norm); taps go through one fc and one norm, once, and enter
 every layer as keys and values through that layer's own projections.
@@ -71,7 +71,7 @@ def sample_anchors(n_rows: int, T: int, S: int, seed: int, step: int) -> Tensor:
 
 
 def training_mask(anchors: Tensor, T: int, S: int, window: int) -> Tensor:
-    """What every slot of every block sees: (B, 1, N S, T + N S), True = visible, for anchors (B, N).
+    """What each slot of each block sees: (B, 1, N S, T + N S), True = visible, for anchors (B, N).
 
     Example: T = 4, S = 2, one anchor at 2, a large window. Both slots see 1 1 0 0 | 1 1:
     the context rows 0 and 1, which come before the anchor, and the two slots of the block.
@@ -86,7 +86,7 @@ def training_mask(anchors: Tensor, T: int, S: int, window: int) -> Tensor:
 
 
 def round_mask(pos: Tensor, S: int, window: int, kv_len: int) -> Tensor:
-    """The same rule on a cache whose rows [pos, pos + S) hold the block: (B, 1, 1, kv_len) for pos (B,)."""
+    """The same rule on a cache, the block in rows [pos, pos + S): (B, 1, 1, kv_len), pos (B,)."""
     column = torch.arange(kv_len, device=pos.device)
     a = pos[:, None]  # (B, 1)
     return ((column >= a - window) & (column < a + S))[:, None, None]
@@ -120,7 +120,7 @@ class DFlash(nn.Module):
         return self.hidden_norm(self.fc(taps))
 
     def forward_blocks(self, target: Llama, taps: Tensor, x: Tensor, anchors: Tensor) -> Tensor:
-        """Training: states (B, N, S, C) of N blocks with inputs x (B, N, S, C) and taps (B, T, n_tap C)."""
+        """Training: states (B, N, S, C) of block inputs x (B, N, S, C) and taps (B, T, n_tap C)."""
         B, N, S, C = x.shape
         T = taps.size(1)
         context = self.context(taps)  # (B, T, C)
@@ -148,12 +148,14 @@ class DFlash(nn.Module):
             x = layer(x, rope, mask, cache=Rows(kv[0][i], kv[1][i], positions, kv_len))
         return self.norm(x)
 
-    def write_context(self, target: Llama, taps: Tensor, positions: Tensor, kv: tuple[Tensor, Tensor]) -> None:
-        """Decoding: keep taps (B, S, n_tap C) as every layer's keys and values at positions (B or 1, S)."""
+    def write_context(self, target: Llama, taps: Tensor, positions: Tensor,
+                      kv: tuple[Tensor, Tensor]) -> None:
+        """Decoding: put taps (B, S, n_tap C) into every layer's cache, at positions (B or 1, S)."""
         context, rope = self.context(taps), target.rope(positions)
         positions = positions.expand(taps.size(0), -1)
         for i, layer in enumerate(self.layers):
-            Rows(kv[0][i], kv[1][i], positions, 0).write(*layer.self_attn.keys_values(context, rope))
+            k, v = layer.self_attn.keys_values(context, rope)  # (B, S, G, D)
+            Rows(kv[0][i], kv[1][i], positions, 0).write(k, v)
 
 
 # ----------------------------------------------------------------------------------------------
@@ -166,10 +168,12 @@ def decay_weights(n: int, gamma: float, like: Tensor) -> Tensor:
 
 
 def decayed_cross_entropy(logits: Tensor, labels: Tensor, gamma: float) -> Tensor:
-    """Weighted mean, in nats, over the predicted slots: logits (B, N, n, V), labels (B, N, n).
+    """Weighted mean over the predicted slots, in nats, of logits (B, N, n, V).
 
-    Source: DFlash, position-decayed cross entropy; sum of w CE over sum of w.
+    labels are ids (B, N, n) or distributions (B, N, n, V).
+    Source: DFlash, position-decayed cross entropy: the sum of w CE over the sum of w.
     """
-    loss = F.cross_entropy(logits.flatten(0, 2), labels.flatten(), reduction="none").view(labels.shape)
-    weights = decay_weights(labels.size(-1), gamma, loss).expand_as(loss)
+    loss = F.cross_entropy(logits.flatten(0, 2), labels.flatten(0, 2), reduction="none")
+    loss = loss.view(logits.shape[:3])  # (B, N, n)
+    weights = decay_weights(loss.size(-1), gamma, loss).expand_as(loss)
     return (weights * loss).sum() / weights.sum()

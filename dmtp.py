@@ -37,7 +37,7 @@ from mtp import MTP
 
 @dataclass(frozen=True)
 class Arm:
-    anchors: tuple[str, ...]  # the known tokens at the front of the block; all other slots are masks
+    anchors: tuple[str, ...]  # the known tokens at the front of the block, before the masks
     injection: str            # none | residual: how the MTP state joins T1's embedding
     about: str
 
@@ -48,7 +48,7 @@ class Arm:
 
 ARMS = {
     "dflash": Arm(("A",), "none", "the baseline: [A, mask x 7], seven proposals in parallel"),
-    "dmtp": Arm(("A", "T1"), "residual", "[A, T1 + W [T1; h], mask x 6]: MTP proposes T1, six in parallel"),
+    "dmtp": Arm(("A", "T1"), "residual", "[A, T1 + W [T1; h], mask x 6]: MTP gives T1, then six"),
 }
 
 
@@ -64,7 +64,8 @@ class Fusion(nn.Module):
 
     def forward(self, t1_emb: Tensor, h: Tensor) -> Tensor:
         """(.., C) and (.., C) -> (.., C)."""
-        return t1_emb + self.proj(torch.cat((self.embed_norm(t1_emb), self.state_norm(h.detach())), dim=-1))
+        pair = torch.cat((self.embed_norm(t1_emb), self.state_norm(h.detach())), dim=-1)
+        return t1_emb + self.proj(pair)
 
 
 class Drafter(nn.Module):
@@ -78,11 +79,11 @@ class Drafter(nn.Module):
         self.fusion = Fusion(cfg) if arm.injection == "residual" else None
 
     def fuse(self, t1_emb: Tensor, h: Tensor) -> Tensor:
-        """What stands in T1's slot: (.., C), from T1's embedding and the state that predicted it."""
+        """T1's slot (.., C), made of T1's embedding and the state that predicted it."""
         return t1_emb if self.fusion is None else self.fusion(t1_emb, h)
 
     def block_inputs(self, a_emb: Tensor, t1_emb: Tensor | None) -> Tensor:
-        """The block (.., S, C) of A's embedding (.., C), the fused T1's (.., C) where the arm has one, and masks."""
+        """The block (.., S, C): A's embedding (.., C), T1's slot where the arm has it, masks."""
         known = [a_emb, t1_emb][:self.first]
         masks = [self.dflash.mask_emb.expand_as(a_emb)] * (self.dflash.draft.n_slots - self.first)
         return torch.stack(known + masks, dim=-2)
@@ -90,38 +91,43 @@ class Drafter(nn.Module):
 
 class BlockLoss(NamedTuple):
     loss: Tensor       # (), nats, position-decayed
-    agreement: Tensor  # (n,), per predicted slot: share of blocks whose proposal is the target's own token
+    agreement: Tensor  # (n,) a predicted slot: share of proposals equal to the target's own token
+
+
+LABELS = ("hard", "soft")
 
 
 def block_loss(target: Llama, mtp: MTP, drafter: Drafter, tokens: Tensor, anchors: Tensor,
-               measure: bool = False) -> BlockLoss:
+               labels: str = "hard", measure: bool = False) -> BlockLoss:
     """The drafter's loss on windows tokens (B, T) at anchors (B, N), all blocks in one forward.
 
-    The target and the head only give features; no gradient reaches them. `measure` adds the
-    agreement (zeros otherwise): the target's argmax one row earlier predicts the same token as a slot.
+    labels: hard is the text's token, as in the sources; soft is the target's whole distribution
+    for that token, from the same forward pass: what a proposal is verified against is the target.
+    `measure` adds the agreement with the target's argmax, given the text before (zeros otherwise).
+    The target and the head only give features; no gradient reaches them.
     """
     draft = drafter.dflash.draft
     rows = torch.arange(tokens.size(0), device=tokens.device)[:, None]  # (B, 1)
     at = slot_positions(anchors, draft.n_slots)                         # (B, N, S)
     block = tokens[rows[:, :, None], at]                                # (B, N, S)
+    own = h = None
     with torch.no_grad():
         states, taps = target(tokens, tap_layers=draft.tap_layers)
         a_emb, t1_emb = target.embed_tokens(block[:, :, :2]).unbind(dim=2)  # (B, N, C) each
-        h = None
         if drafter.arm.injection != "none":
             # row a - 1 of the head reads state a - 1 and E(A), and predicts T1
             h = mtp(target, states[:, :-1], tokens[:, 1:])[rows, anchors - 1]  # (B, N, C)
-    x = drafter.block_inputs(a_emb, drafter.fuse(t1_emb, h))                   # (B, N, S, C)
+        if measure or labels == "soft":
+            # the target predicts the token of a slot one row before it
+            own = target.lm_head(states[rows[:, :, None], at[:, :, drafter.first:] - 1])
+    x = drafter.block_inputs(a_emb, drafter.fuse(t1_emb, h))  # (B, N, S, C)
     out = drafter.dflash.forward_blocks(target, taps, x, anchors)[:, :, drafter.first:]
-    logits = target.lm_head(out)                                               # (B, N, n, V)
-    loss = decayed_cross_entropy(logits, block[:, :, drafter.first:], draft.gamma)
-    agreement = torch.zeros(out.size(2), device=loss.device)
+    logits = target.lm_head(out)                              # (B, N, n, V), as own
+    wanted = own.softmax(dim=-1) if labels == "soft" else block[:, :, drafter.first:]
+    agreement = torch.zeros(out.size(2), device=tokens.device)
     if measure:
-        with torch.no_grad():
-            own = target.lm_head(states).argmax(dim=-1)                        # (B, T)
-            own = own[rows[:, :, None], at[:, :, drafter.first:] - 1]          # (B, N, n)
-            agreement = (logits.argmax(dim=-1) == own).float().mean(dim=(0, 1))
-    return BlockLoss(loss, agreement)
+        agreement = (logits.argmax(dim=-1) == own.argmax(dim=-1)).float().mean(dim=(0, 1))
+    return BlockLoss(decayed_cross_entropy(logits, wanted, draft.gamma), agreement)
 
 
 # ----------------------------------------------------------------------------------------------
@@ -138,13 +144,14 @@ def save_checkpoint(path: Path, checkpoint: dict) -> None:
         torch.save(checkpoint, temporary)
         os.replace(temporary, path)
     except RuntimeError as e:
-        raise OSError(f"{path} could not be written ({str(e).splitlines()[0]}): is the disk full?") from e
+        reason = str(e).splitlines()[0]
+        raise OSError(f"{path} could not be written ({reason}): is the disk full?") from e
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def load_checkpoint(path: Path, kind: str, hint: str) -> dict:
-    """The checkpoint at path; ValueError in one line if it is missing, damaged or of another kind."""
+    """The checkpoint at path; ValueError if it is missing, damaged or of another kind."""
     if not path.exists():
         raise ValueError(f"there is no {path}: run {hint}")
     try:
@@ -158,7 +165,7 @@ def load_checkpoint(path: Path, kind: str, hint: str) -> dict:
 
 
 def fingerprint(target: Llama, mtp: MTP) -> str:
-    """16 hex digits that change with any weight: a drafter works with one target and its head only."""
+    """16 hex digits that change with any weight: a drafter belongs to one target and its head."""
     digest = hashlib.sha256()
     for module in (target, mtp):
         for name, p in module.state_dict().items():
@@ -177,14 +184,16 @@ def load_target(out: Path) -> tuple[Llama, MTP, dict]:
     return target.requires_grad_(False), mtp.requires_grad_(False), checkpoint
 
 
-def load_drafter(out: Path, name: str, cfg: Config, target_fingerprint: str) -> tuple[Drafter, dict]:
+def load_drafter(out: Path, name: str, cfg: Config,
+                 target_fingerprint: str) -> tuple[Drafter, dict]:
     """The drafter out/NAME.pt; ValueError if it belongs to another target."""
     hint = f"python train.py --stage drafter --drafter {name} --out {out}"
     path = out / f"{name}.pt"
     checkpoint = load_checkpoint(path, "drafter", hint)
     if checkpoint["target_fingerprint"] != target_fingerprint:
         raise ValueError(f"{path} was trained for target {checkpoint['target_fingerprint']}, but "
-                         f"{out / 'target.pt'} is {target_fingerprint}: train it again with {hint} --overwrite")
+                         f"{out / 'target.pt'} is {target_fingerprint}: train it again with "
+                         f"{hint} --overwrite")
     draft = checkpoint["draft_config"]
     draft = DraftConfig(**{**draft, "tap_layers": tuple(draft["tap_layers"])})
     drafter = Drafter(cfg, draft, Arm(tuple(checkpoint["anchors"]), checkpoint["injection"], name))
@@ -200,6 +209,7 @@ def drafter_checkpoint(name: str, drafter: Drafter, target_fingerprint: str) -> 
 
 
 def target_checkpoint(target: Llama, mtp: MTP, tokenizer: dict) -> dict:
-    """What the target's file holds, without the training state; its tokenizer makes out/ complete."""
+    """What the target's file holds, without the training state; with its tokenizer."""
     return {"kind": "target", "config": asdict(target.cfg), "tokenizer": tokenizer,
-            "target": target.state_dict(), "mtp": mtp.state_dict(), "fingerprint": fingerprint(target, mtp)}
+            "target": target.state_dict(), "mtp": mtp.state_dict(),
+            "fingerprint": fingerprint(target, mtp)}

@@ -16,7 +16,7 @@ Words, the same in every file:
 
     A           the pending token: emitted, but not yet processed by the target
     T1 .. TK    the proposals for the tokens after A; slot j of a block stands at position pos + j
-    state       the target's last hidden vector after the final norm: exactly what lm_head multiplies
+    state       the target's last hidden vector after the final norm: just what lm_head multiplies
     taps        residual streams after chosen layers, side by side, un-normed: what a drafter reads
 
 Source: the architecture of the public Llama models (RMSNorm, rotate-half RoPE, SwiGLU, no biases),
@@ -32,7 +32,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-MAX_SLOTS = 16  # the longest block that a round may verify: RoPE tables reach this far past the context
+MAX_SLOTS = 16  # the longest block a round may verify: RoPE tables reach so far past the context
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ SIZES = {
 
 
 def preset(size: str, vocab_size: int) -> Config:
-    """The configuration of a named size. The sources give totals only; these widths reproduce them."""
+    """The configuration of a named size. The sources give totals only; these widths match them."""
     n_layer, width, n_head, head_dim, mlp_width, context = SIZES[size]
     return Config(vocab_size, context, n_layer, width, n_head, n_head, head_dim, mlp_width)
 
@@ -81,9 +81,10 @@ def rope_tables(cfg: Config) -> tuple[Tensor, Tensor]:
     A table and not a formula in forward: the same position then gets the same bits wherever its
     token stands in a batch or a block.
     """
-    frequency = cfg.rope_theta ** (-torch.arange(0, cfg.head_dim, 2, dtype=torch.float64) / cfg.head_dim)
+    exponent = torch.arange(0, cfg.head_dim, 2, dtype=torch.float64) / cfg.head_dim  # (D / 2,)
+    frequency = cfg.rope_theta ** -exponent
     angle = torch.arange(cfg.context + MAX_SLOTS, dtype=torch.float64)[:, None] * frequency
-    angle = torch.cat((angle, angle), dim=-1)  # (context + MAX_SLOTS, D): rotate-half pairs i with i + D/2
+    angle = torch.cat((angle, angle), dim=-1)  # (context + MAX_SLOTS, D): i pairs with i + D/2
     return angle.cos(), angle.sin()
 
 
@@ -115,8 +116,9 @@ class Rows(NamedTuple):
         return self.k[:, :self.kv_len], self.v[:, :self.kv_len]
 
 
-def new_cache(cfg: Config, n_layer: int, n_rows: int, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values for n_layer layers, (n_layer, B, L, G, D) each, in the dtype and on the device of `like`.
+def new_cache(cfg: Config, n_layer: int, n_rows: int, length: int,
+              like: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of n_layer layers, (n_layer, B, L, G, D) each; dtype and device are `like`'s.
 
     Zeros, not empty: a NaN in a row that nobody wrote leaks through a mask, since 0 x NaN is NaN.
     """
@@ -125,13 +127,13 @@ def new_cache(cfg: Config, n_layer: int, n_rows: int, length: int, like: Tensor)
 
 
 def causal_mask(positions: Tensor, kv_len: int) -> Tensor:
-    """True where a query at positions (B, S) may see cache row j: j <= its position. (B, 1, S, kv_len)"""
+    """True where a query at positions (B, S) may see cache row j <= its own: (B, 1, S, kv_len)."""
     column = torch.arange(kv_len, device=positions.device)
     return column <= positions[:, None, :, None]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention of q (B, S, H, D) over k, v (B, L, G, D), as (B, S, H D). No mask: causal, L = S."""
+    """Attention of q (B, S, H, D) over k, v (B, L, G, D): (B, S, H D). No mask: causal, L = S."""
     B, S, H, D = q.shape
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, rows, D)
     y = F.scaled_dot_product_attention(
@@ -144,7 +146,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions. qk_norm is Qwen3's form, used by the drafter."""
+    """Grouped-query attention with rotary positions; qk_norm is Qwen3's form, for the drafter."""
 
     def __init__(self, cfg: Config, qk_norm: bool):
         super().__init__()
@@ -165,7 +167,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None = None,
                 cache: Rows | None = None, context: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """Attention of x (B, S, C) over itself, or over a cache after storing itself there, or over
-        [context, itself], where context is keys and values from elsewhere (a drafter's training)."""
+        [context, itself], context being keys and values from elsewhere (a drafter's training)."""
         q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))  # (B, S, H, D)
         q = rotate(self.q_norm(q), rope)
         k, v = self.keys_values(x, rope)
@@ -255,7 +257,7 @@ class Llama(nn.Module):
 
 
 def init_weights(module: nn.Module, n_layer: int) -> None:
-    """GPT-2's initialisation: N(0, 0.02), and 1/sqrt(2 n_layer) of that where a branch joins the residual."""
+    """As GPT-2: N(0, 0.02), and 1/sqrt(2 n_layer) of that where a branch joins the residual."""
     for name, p in module.named_parameters():
         if p.dim() < 2:
             continue  # norm gains start at one

@@ -57,11 +57,12 @@ class MTP(nn.Module):
         self.norm = nn.RMSNorm(cfg.width, cfg.norm_eps)
         init_weights(self, cfg.n_layer)
 
-    def forward(self, target: Llama, states: Tensor, next_tokens: Tensor, positions: Tensor | None = None,
-                kv: tuple[Tensor, Tensor] | None = None, kv_len: int = 0) -> Tensor:
+    def forward(self, target: Llama, states: Tensor, next_tokens: Tensor,
+                positions: Tensor | None = None, kv: tuple[Tensor, Tensor] | None = None,
+                kv_len: int = 0) -> Tensor:
         """Row i: the state (B, S, C) that predicts the token after next_tokens (B, S).
 
-        positions (B, S) are those of `states`, which is one less than those of next_tokens; kv as in
+        positions (B, S) are those of `states`, one less than those of next_tokens; kv as in
         Llama.forward, with one layer.
         """
         if positions is None:
@@ -100,14 +101,16 @@ class MTPLoss:
             raise ValueError(f"the MTP loss weight is {self.weight}, it must not be negative")
         for name in ("z_loss", "softcap"):
             if self.mode == "ec" and getattr(self, name):
-                raise ValueError(f"{name} is {getattr(self, name)}: error cancelling is exact only "
-                                 f"without it, so set {name} to 0 or train with mode standard or kl")
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}: error cancelling is exact only without it, "
+                    f"so set {name} to 0 or train with mode standard or kl")
 
 
 def check_cancels(target: Llama, mtp: MTP) -> None:
-    """ValueError unless head and verifier share one linear map, which the embedding is not part of."""
+    """ValueError unless head and verifier share one linear map, apart from the embedding."""
     if type(target.lm_head) is not nn.Linear:
-        raise ValueError(f"lm_head is a {type(target.lm_head).__name__}: error cancelling needs one nn.Linear")
+        raise ValueError(f"lm_head is a {type(target.lm_head).__name__}: error cancelling needs "
+                         "one nn.Linear")
     if target.lm_head.weight is target.embed_tokens.weight:
         raise ValueError("lm_head is tied to the embedding: its gradient would then be neither "
                          "standard MTP's nor KL's, so untie them")
@@ -118,7 +121,7 @@ def check_cancels(target: Llama, mtp: MTP) -> None:
 
 
 def cancel_error(s: Tensor, h: Tensor, c: float, k: int = 1) -> Tensor:
-    """s (B, T, C) unchanged; but the gradient that it receives in row i + k also reaches h_i, times -c.
+    """s (B, T, C) unchanged; but the gradient of its row i + k also reaches h_i, times -c.
 
     h (B, T - k, C) is the head's state of depth k. Source: Error-cancelled MTP, its one line.
     """
@@ -165,7 +168,8 @@ def logits_of(target: Llama, states: Tensor, loss: MTPLoss) -> Tensor:
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, loss: MTPLoss) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=loss.label_smoothing)
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(),
+                           label_smoothing=loss.label_smoothing)
 
 
 def kl_divergence(p_logits: Tensor, q_logits: Tensor) -> Tensor:
@@ -179,7 +183,7 @@ def kl_divergence(p_logits: Tensor, q_logits: Tensor) -> Tensor:
 
 
 def draft_quality(p_logits: Tensor, q_logits: Tensor) -> dict[str, Tensor]:
-    """How well the draft q agrees with its verifier p, (.., V) each for the same tokens; means, in fp32.
+    """How well draft q agrees with verifier p, (.., V) each for the same tokens; means, in fp32.
 
     tv                   total variation, half the L1 distance
     accept_sampled       1 - tv: acceptance under speculative sampling with rejection

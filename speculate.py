@@ -1,6 +1,6 @@
 """Draft, verify, commit: speculative decoding whose text is exactly the target's own.
 
-    python speculate.py --prompt "def main("                 stream text, coloured by who proposed it
+    python speculate.py --prompt "def main("                 stream text, coloured by its proposer
     python speculate.py --prompt "def main(" --check         ... and compare with plain decoding
     python speculate.py --bench                              acceptance on held-out prompts
 
@@ -11,7 +11,7 @@ One round, for a block [A, T1, .., TK] whose pending token A stands at position 
     draft          [E(A), fused T1, mask ..] -> T2 .. TK, one parallel forward
     verify         the target on all S tokens; `choice`: its own token after each slot; the longest
                    prefix of proposals that equals it is accepted
-    advance mtp    the head on (state_j, choice_j): its cache, and the state that predicts the next T1
+    advance mtp    the head on (state_j, choice_j): its cache, and the state to predict the next T1
     advance draft  the taps become the drafter's context
     commit         emit choice[0 .. n_keep], the last of which is the new A
 
@@ -70,7 +70,7 @@ def mix(h: Tensor) -> Tensor:
 def uniforms(h: Tensor) -> Tensor:
     """32-bit hashes -> float32 inside (0, 1), exactly: ((h >> 9) + 0.5) / 2^23.
 
-    subtle: 24 bits would round to 1.0 once in a while, and its gumbel of infinity wins every argmax.
+    subtle: 24 bits would at times round to 1.0, and its gumbel of infinity wins every argmax.
     """
     return ((h >> 9).float() + 0.5) * 2.0 ** -23
 
@@ -100,7 +100,7 @@ class Sampling:
 
 
 def perturb(logits: Tensor, noise: Tensor, temperature: Tensor, sampling: Sampling) -> Tensor:
-    """Scores (.., V) whose argmax is the token: filter(logits / temperature) + noise; logits if greedy.
+    """Scores (.., V) for the argmax: filter(logits / temperature) + noise; logits if greedy.
 
     top-k keeps exactly k tokens, ties going to the lowest id; top-p keeps the fewest likeliest
     tokens whose probability reaches top_p, after top-k.
@@ -133,7 +133,7 @@ class Machine:
     drafter: Drafter | None  # the block drafter, where the method has one
     n_slots: int             # S; 1 is plain decoding
     sampling: Sampling
-    coupled: bool = True     # drafts share the target's luck; False: drafts are the argmax of raw logits
+    coupled: bool = True     # drafts share the target's luck; False: they are the argmax of logits
     eot: int = -1            # the end-of-text id, -1: never stop at it
     kv_len: int = 0          # cache rows that attention reads, a bucket above max(pos) + S
 
@@ -154,7 +154,7 @@ class RoundState:
     n_keep: Tensor       # (B,) int64      of those, kept after the stops
     states: Tensor       # (B, S, C)       target states at each slot
     taps: Tensor         # (B, S, n_tap C) target taps at each slot
-    emit: Tensor         # (B, 2 + S) int64  [tokens to append, n_accept, choice]: all that the host reads
+    emit: Tensor         # (B, 2 + S) int64  [tokens to emit, n_accept, choice]: all the host reads
     seed: Tensor         # () int64
     temperature: Tensor  # () float32
     target_kv: tuple[Tensor, Tensor]  # (layers, B, L, G, D) twice, as the next two
@@ -168,6 +168,7 @@ def new_state(m: Machine, n_rows: int, seed: int, temperature: float) -> RoundSt
     draft = None if m.drafter is None else m.drafter.dflash.draft
     n_tap = 0 if draft is None else len(draft.tap_layers)
     length = cfg.context + S
+    n_noise = 1 if m.sampling.greedy else cfg.vocab_size
 
     def ids(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int64, device=like.device)
@@ -175,9 +176,10 @@ def new_state(m: Machine, n_rows: int, seed: int, temperature: float) -> RoundSt
     return RoundState(
         pos=ids(n_rows), limit=ids(n_rows), request=ids(n_rows), block=ids(n_rows, S),
         mtp_state=like.new_zeros(n_rows, cfg.width), t1_emb=like.new_zeros(n_rows, cfg.width),
-        noise=torch.zeros(n_rows, S, 1 if m.sampling.greedy else cfg.vocab_size, device=like.device),
+        noise=torch.zeros(n_rows, S, n_noise, device=like.device),
         choice=ids(n_rows, S), n_accept=ids(n_rows), n_keep=ids(n_rows),
-        states=like.new_zeros(n_rows, S, cfg.width), taps=like.new_zeros(n_rows, S, n_tap * cfg.width),
+        states=like.new_zeros(n_rows, S, cfg.width),
+        taps=like.new_zeros(n_rows, S, n_tap * cfg.width),
         emit=ids(n_rows, 2 + S), seed=ids() + seed,
         temperature=torch.full((), temperature, device=like.device),
         target_kv=new_cache(cfg, cfg.n_layer, n_rows, length, like),
@@ -194,8 +196,8 @@ def propose(m: Machine, s: RoundState, logits: Tensor, noise: Tensor) -> Tensor:
     """A drafter's token ids (..) for logits (.., V): with the target's luck, or the plain argmax.
 
     Coupling cannot change the text, only how often a proposal hits it. Source: Daliri, Musco and
-    Suresh, "Coupling without Communication and Drafter-Invariant Speculative Decoding"; the project's
-    two sources draft the argmax.
+    Suresh, "Coupling without Communication and Drafter-Invariant Speculative Decoding"; the two
+    sources of this project draft the argmax.
     """
     return choose(m, s, logits, noise) if m.coupled else logits.argmax(dim=-1)
 
@@ -208,7 +210,7 @@ def noise_step(m: Machine, s: RoundState) -> None:
 
 
 def t1_step(m: Machine, s: RoundState) -> None:
-    """Reads mtp_state, noise. Writes block[:, 1], t1_emb. T1's head, choice, embedding and fusion."""
+    """Reads mtp_state, noise. Writes block[:, 1], t1_emb. T1's head, choice, embedding, fusion."""
     s.block[:, 1] = propose(m, s, m.target.lm_head(s.mtp_state), s.noise[:, 0])
     if m.drafter is not None:
         s.t1_emb.copy_(m.drafter.fuse(m.target.embed_tokens(s.block[:, 1]), s.mtp_state))
@@ -225,7 +227,7 @@ def chain_step(m: Machine, s: RoundState) -> None:
 
 
 def draft_step(m: Machine, s: RoundState) -> None:
-    """Reads block[:, 0], t1_emb, noise, draft_kv. Writes block[:, first:], draft_kv (as scratch)."""
+    """Reads block[:, 0], t1_emb, noise, draft_kv. Writes block[:, first:], draft_kv (scratch)."""
     first = m.drafter.first
     x = m.drafter.block_inputs(m.target.embed_tokens(s.block[:, 0]), s.t1_emb)  # (B, S, C)
     out = m.drafter.dflash.forward_round(m.target, x, s.pos, s.draft_kv, m.kv_len)[:, first:]
@@ -233,7 +235,8 @@ def draft_step(m: Machine, s: RoundState) -> None:
 
 
 def verify_step(m: Machine, s: RoundState) -> None:
-    """Reads block, noise, pos, limit, target_kv. Writes choice, n_accept, n_keep, states, taps, target_kv.
+    """Reads block, noise, pos, limit, target_kv.
+    Writes choice, n_accept, n_keep, states, taps, target_kv.
 
     Example, S = 4: block [A, b, c, x] and choice [b, c, d, e]: b and c are accepted, x is not
     (the target wants d), so n_accept = 2 and the round emits b, c, d.
@@ -270,7 +273,7 @@ def advance_draft_step(m: Machine, s: RoundState) -> None:
 
 
 def commit_step(m: Machine, s: RoundState) -> None:
-    """Reads choice, n_accept, n_keep. Writes emit, block[:, 0], pos, limit. Rows at their limit emit 0."""
+    """Reads choice, n_accept, n_keep. Writes emit, block[:, 0], pos, limit. Ended rows emit 0."""
     moving = s.pos < s.limit
     count = torch.where(moving, s.n_keep + 1, 0)
     s.emit.copy_(torch.cat((count[:, None], s.n_accept[:, None], s.choice), dim=1))
@@ -298,10 +301,12 @@ def round_steps(m: Machine) -> list:
     return steps + [commit_step]
 
 
-def prefill(m: Machine, s: RoundState, prompts: list[list[int]], n_new: int, first_request: int) -> None:
-    """Process prompts, one a row, and establish the invariant. Never captured: its shapes are the prompts'.
+def prefill(m: Machine, s: RoundState, prompts: list[list[int]], n_new: int,
+            first_request: int) -> None:
+    """Process prompts, one a row, and establish the invariant.
 
     Writes every field that a round reads. n_new (at least 1) tokens are wanted, A included.
+    Never captured: its shapes are the prompts'.
     """
     device, context = s.pos.device, m.target.cfg.context
     lengths = torch.tensor([len(p) for p in prompts], device=device)
@@ -348,8 +353,9 @@ def bucket(rows: int, length: int) -> int:
 
 
 @torch.no_grad()
-def generate(m: Machine, prompts: list[list[int]], n_new: int, seed: int = 0, temperature: float = 1.0,
-             first_request: int = 0, s: RoundState | None = None) -> Iterator[list[Emission]]:
+def generate(m: Machine, prompts: list[list[int]], n_new: int, seed: int = 0,
+             temperature: float = 1.0, first_request: int = 0,
+             s: RoundState | None = None) -> Iterator[list[Emission]]:
     """Decode all prompts in one batch; yields the emissions of prefill, then of every round.
 
     The host reads `emit` once a round, and nothing else. s: a state to use instead of a new one.
@@ -359,8 +365,9 @@ def generate(m: Machine, prompts: list[list[int]], n_new: int, seed: int = 0, te
     context = m.target.cfg.context
     for i, prompt in enumerate(prompts):
         if len(prompt) >= context:
-            raise ValueError(f"prompt {i + 1} has {len(prompt)} tokens, the context is {context} with what "
-                             f"is generated: shorten the prompt to {context - 1} or less")
+            raise ValueError(
+                f"prompt {i + 1} has {len(prompt)} tokens, the context is {context} with what is "
+                f"generated: shorten the prompt to {context - 1} or less")
     s = s or new_state(m, len(prompts), seed, temperature)
     length = s.target_kv[0].size(2)
     prefill(m, s, prompts, n_new, first_request)
@@ -388,7 +395,7 @@ def generate(m: Machine, prompts: list[list[int]], n_new: int, seed: int = 0, te
 
 @dataclass
 class Tally:
-    """Texts and counts of one generation. histogram[row][k]: rounds that accepted exactly k proposals."""
+    """Texts and counts of one generation. histogram[row][k]: rounds that accepted exactly k."""
 
     texts: list[list[int]]
     histogram: list[list[int]]
@@ -427,7 +434,7 @@ def decode(m: Machine, prompts: list[list[int]], n_new: int, seed: int, temperat
 
 
 def acceptance_length(histogram: list[int]) -> float:
-    """Tokens a verification round: 1 + sum k h[k] / sum h[k]. [2, 3, 0, 5] -> 2.8. NaN without rounds."""
+    """Tokens a round: 1 + sum k h[k] / sum h[k]. [2, 3, 0, 5] -> 2.8. NaN without rounds."""
     rounds = sum(histogram)
     return 1 + sum(k * n for k, n in enumerate(histogram)) / rounds if rounds else math.nan
 
@@ -439,7 +446,7 @@ def cumulative_acceptance(histogram: list[int]) -> list[float]:
 
 
 def distinct_4grams(texts: list[list[int]]) -> float:
-    """Distinct over all runs of four tokens, within each text: loops are easy to draft, and show here."""
+    """Distinct over all runs of four tokens, within each text: loops, easy to draft, show here."""
     grams = [[tuple(t[i:i + 4]) for i in range(len(t) - 3)] for t in texts]
     return sum(len(set(g)) for g in grams) / max(1, sum(len(g) for g in grams))
 
@@ -461,7 +468,7 @@ class Difference(NamedTuple):
 @torch.no_grad()
 def compare(plain: Machine, prompts: list[list[int]], a: Tally, b: Tally, block: int, seed: int,
             temperature: float) -> list[Difference]:
-    """The first difference of each row between plain (a) and speculative (b) texts, and how near the tie was.
+    """Each row's first difference of plain (a) and speculative (b) texts, and how near the tie was.
 
     A block and a single row take different kernels, so in low precision near ties may flip. In
     float64 no tie is excused.
@@ -470,13 +477,14 @@ def compare(plain: Machine, prompts: list[list[int]], a: Tally, b: Tally, block:
     for row, (x, y) in enumerate(zip(a.texts, b.texts)):
         if x == y:
             continue
-        index = next((i for i, pair in enumerate(zip(x, y)) if pair[0] != pair[1]), min(len(x), len(y)))
-        if index == min(len(x), len(y)):
+        shorter = min(len(x), len(y))
+        index = next((i for i in range(shorter) if x[i] != y[i]), shorter)
+        if index == shorter:
             found.append(Difference(row, index, -1, -1, math.inf, 0.0, False))  # one text is longer
             continue
         text = prompts[row] + x[:index]
         s = new_state(plain, 1, seed, temperature)
-        one = cached_logits(plain, text, 1)          # (n, V), the last row predicts the differing token
+        one = cached_logits(plain, text, 1)          # (n, V), the last row predicts the difference
         many = cached_logits(plain, text, block)
         noise = (one - many).abs().max().item()
         position = torch.tensor([[len(text)]], device=one.device)
@@ -496,10 +504,11 @@ def compare(plain: Machine, prompts: list[list[int]], a: Tally, b: Tally, block:
 
 
 def cached_logits(m: Machine, text: list[int], block: int) -> Tensor:
-    """Logits of the last 16 tokens of a text, computed through the cache in blocks of this many rows."""
-    device, n = m.target.lm_head.weight.device, min(16, len(text) - 1)
-    kv = new_cache(m.target.cfg, m.target.cfg.n_layer, 1, m.target.cfg.context + MAX_SLOTS, m.target.lm_head.weight)
-    tokens, positions = torch.tensor([text], device=device), torch.arange(len(text), device=device)[None]
+    """Logits of the last 16 tokens of a text, through the cache in blocks of this many rows."""
+    cfg, like, n = m.target.cfg, m.target.lm_head.weight, min(16, len(text) - 1)
+    kv = new_cache(cfg, cfg.n_layer, 1, cfg.context + MAX_SLOTS, like)
+    tokens = torch.tensor([text], device=like.device)
+    positions = torch.arange(len(text), device=like.device)[None]
     cut = len(text) - n
     m.target(tokens[:, :cut], positions[:, :cut], kv, cut)
     logits = [m.target.lm_head(m.target(tokens[:, i:i + block], positions[:, i:i + block], kv,
@@ -513,7 +522,8 @@ def cached_logits(m: Machine, text: list[int], block: int) -> Tensor:
 
 COLORS = {"mtp": "\033[33m", "dflash": "\033[32m", "target": "\033[36m", "prompt": "\033[2m"}
 RESET = "\033[0m"
-LEGEND = {"mtp": "proposed by MTP", "dflash": "proposed by DFlash", "target": "the target's own token"}
+LEGEND = {"mtp": "proposed by MTP", "dflash": "proposed by DFlash",
+          "target": "the target's own token"}
 
 
 def proposer(m: Machine, slot: int) -> str:
@@ -523,8 +533,10 @@ def proposer(m: Machine, slot: int) -> str:
 
 
 class Screen:
-    """Prints texts as they are accepted, whole characters only; of several rows the first unfinished
-    one streams, and later ones wait for their turn."""
+    """Prints texts as they are accepted, whole characters only.
+
+    Of several rows the first unfinished one streams, and later ones wait for their turn.
+    """
 
     def __init__(self, m: Machine, encoding, prompts: list[str], color: bool):
         self.m, self.encoding, self.prompts, self.color = m, encoding, prompts, color
@@ -546,7 +558,8 @@ class Screen:
                 if token == self.encoding.eot_token:
                     self.waiting[e.row].append(self.paint("<|endoftext|>", who))
                 else:
-                    piece = self.decoders[e.row].decode(self.encoding.decode_single_token_bytes(token))
+                    raw = self.encoding.decode_single_token_bytes(token)
+                    piece = self.decoders[e.row].decode(raw)
                     self.waiting[e.row].append(self.paint(piece, who))
         self.flush()
 
@@ -555,7 +568,8 @@ class Screen:
         for row in range(max(self.row, 0), len(self.prompts) if finished else 1):
             if row != self.row:
                 self.row = row
-                title = f"\n--- prompt {row + 1} of {len(self.prompts)}\n" if len(self.prompts) > 1 else ""
+                n = len(self.prompts)
+                title = f"\n--- prompt {row + 1} of {n}\n" if n > 1 else ""
                 print(title + self.paint(self.prompts[row], "prompt"), end="")
             if finished:
                 self.waiting[row].append(self.decoders[row].decode(b"", final=True))
@@ -570,44 +584,64 @@ def bars(histogram: list[int]) -> str:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--prompt", action="append", metavar="TEXT", help="text to go on from; repeat for a batch")
-    what.add_argument("--bench", action="store_true", help="acceptance of every trained drafter on held-out prompts")
-    add("--drafter", choices=["none", "mtp", *ARMS], default="dmtp", help="default dmtp; none is plain decoding")
-    add("--mtp-steps", type=int, default=1, metavar="K", help=f"proposals of --drafter mtp, 1 to {MAX_SLOTS - 1} (default 1)")
-    add("--out", type=Path, default=Path("out"), metavar="DIR", help="where the checkpoints are (default out)")
-    add("--max-new-tokens", type=int, default=128, metavar="N", help="tokens to generate (default 128)")
+    what.add_argument("--prompt", action="append", metavar="TEXT",
+                      help="text to go on from; repeat for a batch")
+    what.add_argument("--bench", action="store_true",
+                      help="acceptance of every trained drafter on held-out prompts")
+    add("--drafter", choices=["none", "mtp", *ARMS], default="dmtp",
+        help="default dmtp; none is plain decoding")
+    add("--mtp-steps", type=int, default=1, metavar="K",
+        help=f"proposals of --drafter mtp, 1 to {MAX_SLOTS - 1} (default 1)")
+    add("--out", type=Path, default=Path("out"), metavar="DIR",
+        help="where the checkpoints are (default out)")
+    add("--max-new-tokens", type=int, default=128, metavar="N",
+        help="tokens to generate (default 128)")
     add("--temperature", type=float, default=1.0, metavar="F", help="0 is greedy (default 1)")
-    add("--top-k", type=int, default=0, metavar="N", help="sample from the N likeliest tokens (default 0: off)")
-    add("--top-p", type=float, default=1.0, metavar="F", help="sample from this probability mass (default 1: off)")
+    add("--top-k", type=int, default=0, metavar="N",
+        help="sample from the N likeliest tokens (default 0: off)")
+    add("--top-p", type=float, default=1.0, metavar="F",
+        help="sample from this probability mass (default 1: off)")
     add("--seed", type=int, default=0, metavar="N", help="of the sampling noise (default 0)")
-    add("--argmax-drafts", action="store_true", help="drafters propose their argmax, as in the sources")
+    add("--argmax-drafts", action="store_true",
+        help="drafters propose their argmax, as in the sources")
     add("--ignore-eos", action="store_true", help="do not stop at end-of-text")
     add("--device", metavar="D", help="cpu or cuda (default cuda where there is one)")
-    add("--dtype", choices=["float32", "bfloat16", "float64"], default="float32", help="default float32")
+    add("--dtype", choices=["float32", "bfloat16", "float64"], default="float32",
+        help="default float32")
     add("--threads", type=int, metavar="N", help="CPU threads (default: torch's choice)")
-    add("--check", action="store_true", help="compare with plain decoding; exit 1 if a difference is no near tie")
-    add("--no-color", action="store_true", help="no colours (also when the output is not a terminal)")
-    add("--n-prompts", type=int, default=64, metavar="N", help="held-out prompts of --bench (default 64)")
+    add("--check", action="store_true",
+        help="compare with plain decoding; exit 1 if a difference is no near tie")
+    add("--no-color", action="store_true",
+        help="no colours (also when the output is not a terminal)")
+    add("--n-prompts", type=int, default=64, metavar="N",
+        help="held-out prompts of --bench (default 64)")
     add("--batch", type=int, default=8, metavar="N", help="rows of --bench (default 8)")
     args = parser.parse_args(argv)
     for bad, message in (
-            (not 1 <= args.mtp_steps < MAX_SLOTS, f"--mtp-steps is {args.mtp_steps}, allowed: 1 to {MAX_SLOTS - 1}"),
-            (args.max_new_tokens < 0, f"--max-new-tokens is {args.max_new_tokens}, it must not be negative"),
-            (not 0 <= args.temperature < math.inf, f"--temperature is {args.temperature}, it must be 0 or more"),
+            (not 1 <= args.mtp_steps < MAX_SLOTS,
+             f"--mtp-steps is {args.mtp_steps}, allowed: 1 to {MAX_SLOTS - 1}"),
+            (args.max_new_tokens < 0,
+             f"--max-new-tokens is {args.max_new_tokens}, it must not be negative"),
+            (not 0 <= args.temperature < math.inf,
+             f"--temperature is {args.temperature}, it must be 0 or more"),
             (args.top_k < 0, f"--top-k is {args.top_k}, allowed: 0 (off) or more"),
-            (not 0 < args.top_p <= 1, f"--top-p is {args.top_p}, allowed: above 0, at most 1 (off)"),
+            (not 0 < args.top_p <= 1,
+             f"--top-p is {args.top_p}, allowed: above 0, at most 1 (off)"),
             (not 0 <= args.seed < 2 ** 63, f"--seed is {args.seed}, allowed: 0 to 2^63 - 1"),
-            (args.threads is not None and args.threads < 1, f"--threads is {args.threads}, it must be positive"),
+            (args.threads is not None and args.threads < 1,
+             f"--threads is {args.threads}, it must be positive"),
             (args.n_prompts < 1 or args.batch < 1, "--n-prompts and --batch must be positive")):
         if bad:
             parser.error(message)
     return args
 
 
-def load_machine(name: str, args: argparse.Namespace, target: Llama, mtp: MTP, checkpoint: dict) -> Machine:
+def load_machine(name: str, args: argparse.Namespace, target: Llama, mtp: MTP,
+                 checkpoint: dict) -> Machine:
     """The machine of a named method, on target and head that are already loaded."""
     sampling = Sampling(greedy=args.temperature == 0, top_k=args.top_k, top_p=args.top_p)
     eot = -1 if args.ignore_eos else checkpoint["tokenizer"]["eot"]
@@ -619,7 +653,8 @@ def load_machine(name: str, args: argparse.Namespace, target: Llama, mtp: MTP, c
         drafter = drafter.to(target.lm_head.weight)
         n_slots = drafter.dflash.draft.n_slots
     uses_mtp = name == "mtp" or (drafter is not None and drafter.arm.uses_mtp)
-    return Machine(target, mtp if uses_mtp else None, drafter, n_slots, sampling, not args.argmax_drafts, eot)
+    head = mtp if uses_mtp else None
+    return Machine(target, head, drafter, n_slots, sampling, not args.argmax_drafts, eot)
 
 
 def open_target(args: argparse.Namespace) -> tuple[Llama, MTP, dict]:
@@ -628,7 +663,8 @@ def open_target(args: argparse.Namespace) -> tuple[Llama, MTP, dict]:
     if name.split(":")[0] not in ("cpu", "cuda"):
         raise ValueError(f"--device is {name!r}, allowed: cpu, cuda, cuda:N")
     if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"--device is {name!r}, but this torch sees no CUDA device: use --device cpu")
+        raise ValueError(f"--device is {name!r}, but this torch sees no CUDA device: "
+                         "use --device cpu")
     if args.threads:
         torch.set_num_threads(args.threads)
     target, mtp, checkpoint = load_target(args.out)
@@ -663,12 +699,15 @@ def run_prompt(args: argparse.Namespace) -> int:
 
 
 def print_acceptance(m: Machine, args: argparse.Namespace, tally: Tally) -> None:
-    histogram = tally.total()
-    mode = "greedy" if m.sampling.greedy else f"T = {args.temperature:g}, " + ("coupled" if m.coupled else "argmax drafts")
-    print(f"\n{args.drafter}, {mode}: {sum(map(len, tally.texts))} tokens, {sum(histogram)} verification rounds, "
+    histogram, n_tokens = tally.total(), sum(map(len, tally.texts))
+    drafts = "coupled" if m.coupled else "argmax drafts"
+    mode = "greedy" if m.sampling.greedy else f"T = {args.temperature:g}, {drafts}"
+    print(f"\n{args.drafter}, {mode}: {n_tokens} tokens, {sum(histogram)} verification rounds, "
           f"{tally.overshoot} accepted beyond a stop")
-    print(f"  acceptance length  {acceptance_length(histogram):5.2f}   tokens a round: the accepted proposals, and one of the target")
-    print(f"  first-token        {1 - histogram[0] / sum(histogram):5.2f}   share of rounds whose T1 was accepted")
+    print(f"  acceptance length  {acceptance_length(histogram):5.2f}   "
+          "tokens a round: the accepted proposals, and one of the target")
+    print(f"  first-token        {1 - histogram[0] / sum(histogram):5.2f}   "
+          "share of rounds whose T1 was accepted")
     print(f"accepted up to Tk, share of rounds\n{bars(histogram)}")
 
 
@@ -684,11 +723,12 @@ def print_speed(m: Machine, plain: Machine, args: argparse.Namespace, settings: 
     text = " | ".join(f"{name} {value:.0f}" for name, value in medians.items())
     factor = f" | factor {medians[args.drafter] / medians['plain']:.2f}" if len(medians) > 1 else ""
     device = m.target.lm_head.weight.device
-    print(f"tokens/s  {text}{factor}   (decoding only, medians of 3 in turn, {args.dtype}, {device}, "
-          f"{torch.get_num_threads()} threads, batch {len(settings[0])})")
+    print(f"tokens/s  {text}{factor}   (decoding only, medians of 3 in turn, {args.dtype}, "
+          f"{device}, {torch.get_num_threads()} threads, batch {len(settings[0])})")
 
 
-def print_check(plain: Machine, args: argparse.Namespace, prompts: list[list[int]], tally: Tally, block: int) -> int:
+def print_check(plain: Machine, args: argparse.Namespace, prompts: list[list[int]], tally: Tally,
+                block: int) -> int:
     """Compare with plain decoding; 1 if a difference is no near tie."""
     reference = decode(plain, prompts, args.max_new_tokens, args.seed, args.temperature)
     found = compare(plain, prompts, reference, tally, max(block, 2), args.seed, args.temperature)
@@ -697,8 +737,9 @@ def print_check(plain: Machine, args: argparse.Namespace, prompts: list[list[int
         print(f"check     identical to plain decoding: {n} tokens, {args.dtype}")
     for d in found:
         verdict = "a near tie" if d.tie else "MISMATCH"
-        print(f"check     prompt {d.row + 1} differs from plain decoding at token {d.index + 1}: {d.speculative} for "
-              f"{d.plain}, gap {d.gap:.2e}, block against row {d.noise:.2e}: {verdict}")
+        print(f"check     prompt {d.row + 1} differs from plain decoding at token {d.index + 1}: "
+              f"{d.speculative} for {d.plain}, gap {d.gap:.2e}, "
+              f"block against row {d.noise:.2e}: {verdict}")
     return int(any(not d.tie for d in found))
 
 
@@ -708,11 +749,13 @@ def held_out_prompts(tokens: np.ndarray, eot: int, n: int) -> list[list[int]]:
     starts = np.concatenate(([0], ends[:-1] + 1))
     chosen = [s for s, e in zip(starts, ends) if e - s >= 192][:n]
     if len(chosen) < n:
-        raise ValueError(f"--n-prompts is {n}, the held-out data has {len(chosen)} documents of 192 tokens: ask for fewer")
+        raise ValueError(f"--n-prompts is {n}, the held-out data has {len(chosen)} documents of "
+                         "192 tokens: ask for fewer")
     return [tokens[s:s + 64].tolist() for s in chosen]
 
 
-def bench_row(m: Machine, plain: Machine, prompts: list[list[int]], args: argparse.Namespace) -> dict:
+def bench_row(m: Machine, plain: Machine, prompts: list[list[int]],
+              args: argparse.Namespace) -> dict:
     """Decode all prompts with m and plainly, batch by batch in turn, and count."""
     total, base = Tally.empty(0, m.n_slots), Tally.empty(0, 1)
     differ = 0
@@ -729,9 +772,10 @@ def bench_row(m: Machine, plain: Machine, prompts: list[list[int]], args: argpar
     histogram = total.total()
     lengths = [acceptance_length(h) for h in total.histogram if sum(h)]
     plain_speed, speed = (t.round_tokens / t.seconds for t in (base, total))
-    return {"temperature": args.temperature, "coupled": m.coupled, "batch": args.batch, "prompts": len(prompts),
-            "new_tokens": sum(map(len, total.texts)), "histogram": histogram,
-            "acceptance_length": acceptance_length(histogram), "per_request_length": statistics.mean(lengths),
+    return {"temperature": args.temperature, "coupled": m.coupled, "batch": args.batch,
+            "prompts": len(prompts), "new_tokens": sum(map(len, total.texts)),
+            "histogram": histogram, "acceptance_length": acceptance_length(histogram),
+            "per_request_length": statistics.mean(lengths),
             "first_token_acceptance": 1 - histogram[0] / sum(histogram),
             "distinct_4gram": distinct_4grams(total.texts), "texts_that_differ": differ,
             "plain_tokens_per_s": plain_speed, "tokens_per_s": speed, "factor": speed / plain_speed}
@@ -742,24 +786,34 @@ def run_bench(args: argparse.Namespace) -> int:
     target, mtp, checkpoint = open_target(args)
     data = prepare.load(checkpoint["data"])
     if data.tokenizer != checkpoint["tokenizer"]:
-        raise ValueError(f"data/{checkpoint['data']} was prepared again with another tokenizer: train again")
+        raise ValueError(f"data/{checkpoint['data']} was prepared again with another tokenizer: "
+                         "train again")
     prompts = held_out_prompts(data.val, data.tokenizer["eot"], args.n_prompts)
     trained = [name for name in ARMS if (args.out / f"{name}.pt").exists()]
-    print(f"{len(prompts)} held-out prompts of 64 tokens, {args.max_new_tokens} new tokens, batch {args.batch}, {args.dtype}, "
-          f"{target.lm_head.weight.device}, {torch.get_num_threads()} threads, seed {args.seed}\n"
-          "length: tokens a verification round | first: share of rounds whose T1 was accepted | 4-grams: distinct share\n"
-          "factor: tokens/s over plain decoding's, in turn, decoding only | differ: texts unlike plain decoding's\n\n"
-          f"{'mode':16} {'method':10} {'length':>7} {'first':>7} {'4-grams':>8} {'tokens/s':>9} {'factor':>7} {'differ':>7}")
+    print(f"{len(prompts)} held-out prompts of 64 tokens, {args.max_new_tokens} new tokens, "
+          f"batch {args.batch}, {args.dtype}, {target.lm_head.weight.device}, "
+          f"{torch.get_num_threads()} threads, seed {args.seed}\n"
+          "length: tokens a verification round | first: share of rounds whose T1 was accepted | "
+          "4-grams: distinct share\n"
+          "factor: tokens/s over plain decoding's, in turn, decoding only | "
+          "differ: texts unlike plain decoding's\n\n"
+          f"{'mode':16} {'method':10} {'length':>7} {'first':>7} {'4-grams':>8} {'tokens/s':>9} "
+          f"{'factor':>7} {'differ':>7}")
     rows = []
-    for mode, temperature, argmax in (("T = 1 coupled", 1.0, False), ("T = 1 argmax", 1.0, True), ("greedy", 0.0, False)):
+    modes = ("T = 1 coupled", 1.0, False), ("T = 1 argmax", 1.0, True), ("greedy", 0.0, False)
+    for mode, temperature, argmax in modes:
         for method, k in [("mtp", 1), ("mtp", 4)] + [(name, 1) for name in trained]:
-            setting = argparse.Namespace(**{**vars(args), "temperature": temperature, "argmax_drafts": argmax, "mtp_steps": k})
+            changes = {"temperature": temperature, "argmax_drafts": argmax, "mtp_steps": k}
+            setting = argparse.Namespace(**{**vars(args), **changes})
             m = load_machine(method, setting, target, mtp, checkpoint)
+            plain = replace(m, mtp=None, drafter=None, n_slots=1)
             name = f"mtp x {k}" if method == "mtp" else method
-            row = {"drafter": name} | bench_row(m, replace(m, mtp=None, drafter=None, n_slots=1), prompts, setting)
+            row = {"drafter": name} | bench_row(m, plain, prompts, setting)
             rows.append(row)
-            print(f"{mode:16} {name:10} {row['acceptance_length']:7.3f} {row['first_token_acceptance']:7.3f} "
-                  f"{row['distinct_4gram']:8.3f} {row['tokens_per_s']:9.0f} {row['factor']:7.2f} {row['texts_that_differ']:7d}", flush=True)
+            print(f"{mode:16} {name:10} {row['acceptance_length']:7.3f} "
+                  f"{row['first_token_acceptance']:7.3f} {row['distinct_4gram']:8.3f} "
+                  f"{row['tokens_per_s']:9.0f} {row['factor']:7.2f} "
+                  f"{row['texts_that_differ']:7d}", flush=True)
     temporary = args.out / "bench.json.tmp"
     temporary.write_text(json.dumps(rows, indent=1))
     temporary.replace(args.out / "bench.json")
@@ -770,7 +824,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a terminal that cannot show a character still gets the rest
+            stream.reconfigure(errors="replace")  # what cannot be shown must not stop the rest
     try:
         return run_bench(args) if args.bench else run_prompt(args)
     except (ValueError, OSError) as e:

@@ -10,6 +10,7 @@ and a run that is stopped and resumed gives the losses of one that was not.
 import argparse
 import json
 import os
+import shlex
 import signal
 import sys
 import time
@@ -25,8 +26,8 @@ from tqdm import tqdm
 
 from data import prepare
 from dflash import draft_preset, sample_anchors
-from dmtp import (ARMS, Drafter, block_loss, drafter_checkpoint, load_checkpoint, load_target,
-                  save_checkpoint, target_checkpoint)
+from dmtp import (ARMS, LABELS, Drafter, block_loss, drafter_checkpoint, load_checkpoint,
+                  load_target, save_checkpoint, target_checkpoint)
 from model import SIZES, Llama, preset
 from mtp import LOSSES, MTP, MTPLoss, check_cancels, draft_quality, target_losses
 
@@ -46,6 +47,7 @@ class Recipe:
     warmup: int              # steps
     seed: int
     dtype: str               # float32 | bfloat16 (autocast; weights stay float32)
+    labels: str = "hard"     # of a drafter: the text's token, or the target's distribution (soft)
     clip: float = 1.0        # largest gradient norm
 
 
@@ -66,7 +68,7 @@ def eval_batch(tokens: np.ndarray, T: int) -> Tensor:
 
 
 def get_lr(step: int, recipe: Recipe) -> float:
-    """The share of the peak learning rate at a step: a linear way up, then a linear way down to zero."""
+    """The share of the peak learning rate at a step: linearly up, then linearly down to zero."""
     up = (step + 1) / max(1, recipe.warmup)
     down = (recipe.steps - step) / max(1, recipe.steps - recipe.warmup)
     return min(1.0, up, down)
@@ -88,17 +90,19 @@ class KeepFloat32(TorchFunctionMode):
 def make_optimizers(modules: list[nn.Module], recipe: Recipe) -> list[torch.optim.Optimizer]:
     """AdamW alone (decay on the hidden matrices only), or Muon on those and AdamW on the rest."""
     named = [(name, p) for module in modules for name, p in module.named_parameters()]
-    hidden = [p for name, p in named if p.dim() == 2 and "embed_tokens" not in name and "lm_head" not in name]
+    hidden = [p for name, p in named
+              if p.dim() == 2 and "embed_tokens" not in name and "lm_head" not in name]
     rest = [p for _, p in named if all(p is not q for q in hidden)]
     if recipe.optimizer == "adamw":
         groups = [{"params": hidden, "weight_decay": recipe.weight_decay, "peak_lr": recipe.lr},
                   {"params": rest, "weight_decay": 0.0, "peak_lr": recipe.lr}]
         return [torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)]
     # match_rms_adamw: an update has the size that AdamW's would have
-    muon = [{"params": hidden, "peak_lr": recipe.lr}]
-    adamw = [{"params": rest, "peak_lr": recipe.lr_rest}]
-    return [torch.optim.Muon(muon, weight_decay=recipe.weight_decay, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(adamw, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
+    muon = torch.optim.Muon([{"params": hidden, "peak_lr": recipe.lr}],
+                            weight_decay=recipe.weight_decay, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW([{"params": rest, "peak_lr": recipe.lr_rest}],
+                              betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    return [muon, adamw]
 
 
 def optimizer_step(optimizers: list[torch.optim.Optimizer], share: float, on_cpu: bool) -> None:
@@ -120,7 +124,7 @@ def optimizer_step(optimizers: list[torch.optim.Optimizer], share: float, on_cpu
 
 @dataclass
 class Stage:
-    """drafter is None in the first stage, which trains target and mtp; they are frozen in the second."""
+    """The models of a stage. Without a drafter it trains target and mtp; with one, it alone."""
 
     target: Llama
     mtp: MTP
@@ -132,8 +136,9 @@ class Stage:
         return [self.target, self.mtp] if self.drafter is None else [self.drafter]
 
 
-def stage_loss(stage: Stage, windows: Tensor, seed: int, step: int, measure: bool) -> tuple[Tensor, dict]:
-    """The loss of windows (B, T + 1), and if `measure` what the bar and the log show, in nats and shares."""
+def stage_loss(stage: Stage, windows: Tensor, recipe: Recipe, step: int,
+               measure: bool) -> tuple[Tensor, dict]:
+    """The loss of windows (B, T + 1); with `measure` also what bar and log show (nats, shares)."""
     if stage.drafter is None:
         losses = target_losses(stage.target, stage.mtp, windows, stage.mtp_loss)
         shown = {}
@@ -144,8 +149,9 @@ def stage_loss(stage: Stage, windows: Tensor, seed: int, step: int, measure: boo
         return losses.total, shown
     tokens = windows[:, :-1]
     S = stage.drafter.dflash.draft.n_slots
-    anchors = sample_anchors(tokens.size(0), tokens.size(1), S, seed, step).to(tokens.device)
-    result = block_loss(stage.target, stage.mtp, stage.drafter, tokens, anchors, measure)
+    anchors = sample_anchors(tokens.size(0), tokens.size(1), S, recipe.seed, step)
+    result = block_loss(stage.target, stage.mtp, stage.drafter, tokens,
+                        anchors.to(tokens.device), recipe.labels, measure)
     shown = {}
     if measure:
         shown = {"loss": result.loss.item(), "agreement": result.agreement.mean().item()}
@@ -154,18 +160,19 @@ def stage_loss(stage: Stage, windows: Tensor, seed: int, step: int, measure: boo
 
 @torch.no_grad()
 def evaluate(stage: Stage, windows: Tensor, batch: int) -> dict[str, float]:
-    """The stage's measures on fixed held-out windows, in float32; means over batches of equal size."""
+    """The stage's measures on held-out windows, in float32, averaged over parts of equal size."""
     total: dict[str, float] = {}
     parts = windows.split(min(batch, 16))
     for i, part in enumerate(parts):
         if stage.drafter is None:
-            losses = target_losses(stage.target, stage.mtp, part, MTPLoss("standard", stage.mtp_loss.weight))
+            losses = target_losses(stage.target, stage.mtp, part, MTPLoss("standard"))
             measures = {"next_loss": losses.next_loss, "mtp_loss": losses.mtp_loss,
                         **draft_quality(losses.next_logits[:, 1:], losses.mtp_logits)}
         else:
             S = stage.drafter.dflash.draft.n_slots
             anchors = sample_anchors(len(part), part.size(1) - 1, S, 0, i).to(part.device)
-            result = block_loss(stage.target, stage.mtp, stage.drafter, part[:, :-1], anchors, measure=True)
+            result = block_loss(stage.target, stage.mtp, stage.drafter, part[:, :-1], anchors,
+                                measure=True)
             first = stage.drafter.first
             measures = {"loss": result.loss, "agreement": result.agreement.mean(),
                         **{f"agreement_T{first + k}": a for k, a in enumerate(result.agreement)}}
@@ -196,7 +203,8 @@ class CtrlC:
         signal.signal(signal.SIGINT, self.before)
 
 
-def train(stage: Stage, recipe: Recipe, data: prepare.Dataset, path: Path, state: dict) -> dict[str, float]:
+def train(stage: Stage, recipe: Recipe, data: prepare.Dataset, path: Path,
+          state: dict) -> dict[str, float]:
     """Train to the end of the recipe from state["step"], saving to path; gives the final measures.
 
     `state` is the checkpoint to write, without weights: its "training" holds step and optimizers
@@ -217,7 +225,8 @@ def train(stage: Stage, recipe: Recipe, data: prepare.Dataset, path: Path, state
     log_every, eval_every = max(1, recipe.steps // 60), max(1, recipe.steps // 4)
     measures: dict[str, float] = {}
     seconds, since = 0.0, first_step
-    bar = tqdm(total=recipe.steps, initial=first_step, desc=name, unit="step", disable=None, dynamic_ncols=True)
+    bar = tqdm(total=recipe.steps, initial=first_step, desc=name, unit="step", disable=None,
+               dynamic_ncols=True)
     with bar, CtrlC() as ctrl_c:
         for step in range(first_step, recipe.steps):
             last = step + 1 == recipe.steps
@@ -225,10 +234,10 @@ def train(stage: Stage, recipe: Recipe, data: prepare.Dataset, path: Path, state
             t0 = time.perf_counter()
             windows = get_batch(data.train, T, recipe.batch, recipe.seed, step).to(device)
             with torch.autocast(device.type, torch.bfloat16, enabled=recipe.dtype == "bfloat16"):
-                loss, shown = stage_loss(stage, windows, recipe.seed, step, measure)
+                loss, shown = stage_loss(stage, windows, recipe, step, measure)
             if measure and not loss.isfinite():
-                raise ValueError(f"the loss is {loss.item()} at step {step}: {path} still holds the last "
-                                 "good save; try a lower --lr, or --dtype float32")
+                raise ValueError(f"the loss is {loss.item()} at step {step}: {path} keeps what was "
+                                 "saved before; try a lower --lr, or --dtype float32")
             loss.backward()
             torch.nn.utils.clip_grad_norm_(parameters, recipe.clip)
             optimizer_step(optimizers, get_lr(step, recipe), on_cpu=device.type == "cpu")
@@ -237,18 +246,20 @@ def train(stage: Stage, recipe: Recipe, data: prepare.Dataset, path: Path, state
             if measure:
                 speed = (step + 1 - since) * windows.size(0) * T / seconds
                 seconds, since = 0.0, step + 1
-                bar.set_postfix({key: f"{value:.3f}" for key, value in shown.items()} | {"tok/s": f"{speed:.0f}"})
-                log(path.parent, {"stage": name, "step": step, **shown, "tokens_per_s": round(speed)})
+                bar.set_postfix_str(describe_measures(shown, 3) + f" | tokens/s {speed:.0f}")
+                line = {"stage": name, "step": step, **shown, "tokens_per_s": round(speed)}
+                log(path.parent, line)
             if (step + 1) % eval_every == 0 or last:
                 measures = evaluate(stage, held_out, recipe.batch)
                 log(path.parent, {"stage": name, "step": step, "eval": measures})
-                bar.write(f"step {step + 1:5d} of {recipe.steps} | " + " | ".join(
-                    f"{key} {value:.4f}" for key, value in measures.items() if not key.startswith("agreement_")))
+                bar.write(f"step {step + 1:5d} | " + describe_measures(measures, 4))
             if (step + 1) % eval_every == 0 or last or ctrl_c.asked:
-                training = {} if last else {"step": step + 1, "optimizers": [o.state_dict() for o in optimizers]}
-                save_checkpoint(path, state | weights(stage, state) | {"training": training, "eval": measures})
+                training = {"step": step + 1, "optimizers": [o.state_dict() for o in optimizers]}
+                save_checkpoint(path, state | weights(stage, state) | {
+                    "training": {} if last else training, "eval": measures})
             if ctrl_c.asked and not last:
-                raise KeyboardInterrupt(f"stopped after step {step + 1} of {recipe.steps}, saved in {path}")
+                raise KeyboardInterrupt(f"stopped after step {step + 1} of {recipe.steps}, "
+                                        f"saved in {path}")
     return measures
 
 
@@ -259,8 +270,14 @@ def weights(stage: Stage, state: dict) -> dict:
     return drafter_checkpoint(state["name"], stage.drafter, state["target_fingerprint"])
 
 
+def describe_measures(measures: dict[str, float], digits: int) -> str:
+    """One line, without the single proposals' agreements."""
+    return " | ".join(f"{name} {value:.{digits}f}" for name, value in measures.items()
+                      if not name.startswith("agreement_"))
+
+
 def start_log(out: Path, name: str, step: int) -> None:
-    """Drop from out/log.jsonl what a stage wrote at `step` or later: a resumed run writes it again."""
+    """Drop from out/log.jsonl what a stage wrote at `step` or later: it will be written again."""
     path = out / "log.jsonl"
     if path.exists():
         lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -287,10 +304,10 @@ class Defaults:
     lr_adamw: float
 
 
-# tiny: the best of what was tried at five minutes on two cores (README, "How the defaults were found").
-# the other sizes: 20 tokens a parameter, the sources' batch
+# tiny: the best of what was tried in the same time on two cores (README, "How the defaults were
+# found"). The other sizes: the sources' batch, 20 tokens a parameter, and not tuned
 TARGET_DEFAULTS = {
-    "tiny": Defaults(steps=400, batch=8, lr_muon=0.01, lr_adamw=0.003),
+    "tiny": Defaults(steps=400, batch=8, lr_muon=0.02, lr_adamw=0.003),
     "6m": Defaults(steps=3600, batch=64, lr_muon=0.01, lr_adamw=0.002),
     "10m": Defaults(steps=6500, batch=64, lr_muon=0.01, lr_adamw=0.0015),
     "28m": Defaults(steps=17000, batch=64, lr_muon=0.01, lr_adamw=0.001),
@@ -318,15 +335,19 @@ MEANING = {
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--ec-mtp", action="store_const", const="ec", dest="mtp_loss",
-                      help="train the MTP head error-cancelled (the default), same as --mtp-loss ec")
+                      help="train the MTP head error-cancelled (the default): --mtp-loss ec")
     what.add_argument("--mtp-loss", choices=LOSSES, help="how the MTP head is trained (default ec)")
-    add("--size", choices=list(SIZES), help="default 10m with a GPU and a vocabulary of 8192 or more, else tiny")
-    add("--data", metavar="NAME", help="a folder of data/ (default fineweb-edu if prepared, else stdlib)")
-    add("--out", type=Path, default=Path("out"), metavar="DIR", help="where checkpoints go (default out)")
+    add("--size", choices=list(SIZES),
+        help="default 10m with a GPU and a vocabulary of 8192 or more, else tiny")
+    add("--data", metavar="NAME",
+        help="a folder of data/ (default fineweb-edu if prepared, else stdlib)")
+    add("--out", type=Path, default=Path("out"), metavar="DIR",
+        help="where checkpoints go (default out)")
     add("--overwrite", action="store_true", help="train again over checkpoints that are there")
     add("--resume", action="store_true", help="go on with a run that was stopped")
     add("--stage", choices=["all", "target", "drafter"], default="all", help="default all")
@@ -335,12 +356,17 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--steps", type=int, metavar="N", help="optimizer steps of the target stage")
     add("--drafter-steps", type=int, metavar="N", help="optimizer steps of the drafter stage")
     add("--batch", type=int, metavar="N", help="windows a step, in both stages")
-    add("--lr", type=float, metavar="F", help="peak learning rate of the hidden matrices, in both stages")
+    add("--lr", type=float, metavar="F",
+        help="peak learning rate of the hidden matrices, in both stages")
+    add("--labels", choices=LABELS, default="hard",
+        help="of the drafter: the text's tokens, or the target's distributions (default hard)")
     add("--optimizer", choices=["muon", "adamw"], default="muon", help="default muon")
-    add("--seed", type=int, default=1337, metavar="N", help="of weights, batches and anchors (default 1337)")
+    add("--seed", type=int, default=1337, metavar="N",
+        help="of weights, batches and anchors (default 1337)")
     add("--device", metavar="D", help="cpu or cuda (default cuda where there is one)")
     add("--dtype", choices=["float32", "bfloat16"], default="float32",
-        help="of the matrix products in training (default float32: error cancelling subtracts nearly equal vectors)")
+        help="of the matrix products in training (default float32: error cancelling subtracts "
+             "nearly equal vectors)")
     args = parser.parse_args(argv)
     args.mtp_loss = args.mtp_loss or "ec"
     for name in ("steps", "drafter_steps", "batch", "lr"):
@@ -359,12 +385,12 @@ def pick_device(wanted: str | None) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"--device is {wanted!r}, allowed: cpu, cuda, cuda:N")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device is {wanted!r}, but this torch sees no CUDA device: use --device cpu")
+        raise ValueError(f"--device is {wanted!r}, but torch sees no CUDA device: use --device cpu")
     return device
 
 
 def open_data(name: str | None) -> tuple[str, prepare.Dataset]:
-    """The named data; without a name FineWeb-Edu if it is prepared, else the standard library's sources."""
+    """Name and data: as asked, or FineWeb-Edu if it is prepared, or the standard library."""
     root = Path(prepare.__file__).parent
     if name is None and (root / "fineweb-edu" / "meta.json").exists():
         name = "fineweb-edu"
@@ -374,17 +400,18 @@ def open_data(name: str | None) -> tuple[str, prepare.Dataset]:
     return name, prepare.load(name)
 
 
-def make_recipe(args: argparse.Namespace, defaults: Defaults, steps: int | None) -> Recipe:
+def make_recipe(args: argparse.Namespace, defaults: Defaults, steps: int | None,
+                labels: str = "hard") -> Recipe:
     steps = steps or defaults.steps
     muon = args.optimizer == "muon"
     lr = args.lr or (defaults.lr_muon if muon else defaults.lr_adamw)
     return Recipe(steps=steps, batch=args.batch or defaults.batch, optimizer=args.optimizer, lr=lr,
                   lr_rest=lr / 2 if muon else lr, weight_decay=0.0 if muon else 0.1,
-                  warmup=max(1, steps // 20), seed=args.seed, dtype=args.dtype)
+                  warmup=max(1, steps // 20), seed=args.seed, dtype=args.dtype, labels=labels)
 
 
 def earlier_run(path: Path, kind: str, settings: dict, args: argparse.Namespace) -> dict:
-    """The checkpoint that this run goes on from, or {} to start; ValueError if one is in the way."""
+    """The checkpoint to go on from, or {} to start; ValueError if one is in the way."""
     if not path.exists() or (args.overwrite and not args.resume):
         return {}
     checkpoint = load_checkpoint(path, kind, f"python train.py --overwrite --out {path.parent}")
@@ -403,7 +430,8 @@ def earlier_run(path: Path, kind: str, settings: dict, args: argparse.Namespace)
 def report(title: str, measures: dict[str, float], seconds: float) -> None:
     print(f"\n{title}, {seconds:.0f} s, on {EVAL_WINDOWS} held-out windows")
     for name, value in measures.items():
-        print(f"  {name:20} {value:8.4f}   {MEANING.get(name, MEANING['agreement'] + ', this proposal')}")
+        meaning = MEANING.get(name, f"of the proposals {name.removeprefix('agreement_')}")
+        print(f"  {name:20} {value:8.4f}   {meaning}")
 
 
 def run_target(args: argparse.Namespace, data: prepare.Dataset, device: torch.device) -> None:
@@ -412,7 +440,8 @@ def run_target(args: argparse.Namespace, data: prepare.Dataset, device: torch.de
     size = args.size or ("10m" if device.type == "cuda" and vocab_size >= 8192 else "tiny")
     cfg, mtp_loss = preset(size, vocab_size), MTPLoss(args.mtp_loss)
     recipe = make_recipe(args, TARGET_DEFAULTS[size], args.steps)
-    settings = {"size": size, "data": data.meta["digests"]["train.bin"], **asdict(mtp_loss), **asdict(recipe)}
+    settings = {"size": size, "data": data.meta["digests"]["train.bin"]}
+    settings |= asdict(mtp_loss) | asdict(recipe)
     path = args.out / "target.pt"
     state = earlier_run(path, "target", settings, args)
     if state and not state["training"]:
@@ -425,11 +454,12 @@ def run_target(args: argparse.Namespace, data: prepare.Dataset, device: torch.de
         target.load_state_dict(state["target"])
         mtp.load_state_dict(state["mtp"])
     n_target, n_mtp = (sum(p.numel() for p in m.parameters()) for m in (target, mtp))
-    print(f"target    {size}, {n_target / 1e6:.2f}M parameters + MTP head {n_mtp / 1e6:.2f}M, loss {args.mtp_loss}\n"
-          f"recipe    {describe(recipe, cfg.context)}")
+    print(f"target    {size}, {n_target / 1e6:.2f}M parameters, and {n_mtp / 1e6:.2f}M of the MTP "
+          f"head, trained with loss {args.mtp_loss}\nrecipe    {describe(recipe, cfg.context)}")
     stage = Stage(target.to(device), mtp.to(device), mtp_loss, drafter=None)
     start = time.perf_counter()
-    state = state or {"settings": settings, "size": size, "data": args.data, "tokenizer": data.tokenizer}
+    state = state or {"settings": settings, "size": size, "data": args.data,
+                      "tokenizer": data.tokenizer}
     measures = train(stage, recipe, data, path, state)
     report(f"target with MTP head ({args.mtp_loss})", measures, time.perf_counter() - start)
 
@@ -440,12 +470,13 @@ def run_drafter(args: argparse.Namespace, data: prepare.Dataset, device: torch.d
     if checkpoint["training"]:
         raise ValueError(f"{args.out / 'target.pt'} is not fully trained: go on with --resume")
     if checkpoint["tokenizer"] != data.tokenizer:
-        raise ValueError(f"{args.out / 'target.pt'} has another tokenizer than data {args.data}: "
+        raise ValueError(f"{args.out / 'target.pt'} has another tokenizer than {args.data}: "
                          "name the data that it was trained on with --data")
     size = checkpoint["size"]
-    recipe = make_recipe(args, DRAFTER_DEFAULTS[size], args.drafter_steps)
+    recipe = make_recipe(args, DRAFTER_DEFAULTS[size], args.drafter_steps, args.labels)
     arm, draft = ARMS[args.drafter], draft_preset(target.cfg, size)
-    settings = {"target": checkpoint["fingerprint"], "data": data.meta["digests"]["train.bin"], **asdict(recipe)}
+    settings = {"target": checkpoint["fingerprint"], "data": data.meta["digests"]["train.bin"]}
+    settings |= asdict(recipe)
     path = args.out / f"{args.drafter}.pt"
     state = earlier_run(path, "drafter", settings, args)
     if state and not state["training"]:
@@ -455,18 +486,21 @@ def run_drafter(args: argparse.Namespace, data: prepare.Dataset, device: torch.d
     drafter = Drafter(target.cfg, draft, arm)
     if state:
         drafter.load_state_dict(state["drafter"])
-    print(f"drafter   {args.drafter}: {arm.about}, {sum(p.numel() for p in drafter.parameters()) / 1e6:.2f}M parameters\n"
-          f"recipe    {describe(recipe, target.cfg.context)}")
+    n = sum(p.numel() for p in drafter.parameters())
+    print(f"drafter   {args.drafter}, {n / 1e6:.2f}M parameters, {args.labels} labels: {arm.about}")
+    print(f"recipe    {describe(recipe, target.cfg.context)}")
     stage = Stage(target.to(device), mtp.to(device), MTPLoss(), drafter.to(device))
     start = time.perf_counter()
-    state = state or {"settings": settings, "name": args.drafter, "target_fingerprint": checkpoint["fingerprint"]}
+    state = state or {"settings": settings, "name": args.drafter,
+                      "target_fingerprint": checkpoint["fingerprint"]}
     measures = train(stage, recipe, data, path, state)
     report(f"drafter {args.drafter}", measures, time.perf_counter() - start)
 
 
 def describe(recipe: Recipe, T: int) -> str:
+    n = recipe.steps * recipe.batch * T
     return (f"{recipe.optimizer}, {recipe.steps} steps of {recipe.batch} windows of {T} tokens "
-            f"({recipe.steps * recipe.batch * T / 1e6:.2f}M), peak lr {recipe.lr:g}, {recipe.dtype}, seed {recipe.seed}")
+            f"({n / 1e6:.2f}M), peak lr {recipe.lr:g}, {recipe.dtype}, seed {recipe.seed}")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -493,8 +527,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {e}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as e:
-        words = [w for w in (sys.argv[1:] if argv is None else argv) if w not in ("--overwrite", "--resume")]
-        print(f"\n{e or 'stopped'}. Go on with: python train.py {' '.join(words + ['--resume'])}", file=sys.stderr)
+        words = [w for w in (sys.argv[1:] if argv is None else argv) if w != "--overwrite"]
+        again = shlex.join(["python", "train.py", *words, *["--resume"][:"--resume" not in words]])
+        print(f"\n{e or 'stopped'}. Go on with: {again}", file=sys.stderr)
         return 130
     return 0
 

@@ -1,4 +1,4 @@
-"""Small random models in float64 for the tests. Weights are large enough that logits differ widely."""
+"""Small random models in float64 for the tests. Weights are so large that logits differ widely."""
 
 import torch
 
@@ -12,12 +12,13 @@ TWO_ANCHORS = Arm(("A", "T1"), "none", "T1 is known, but no state is handed over
 
 def small_config(**changes) -> Config:
     """Four layers of width 32, four query and two key/value heads, 23 tokens, 48 positions."""
-    settings = dict(vocab_size=23, context=48, n_layer=4, width=32, n_head=4, n_kv_head=2, head_dim=8, mlp_width=48)
+    settings = dict(vocab_size=23, context=48, n_layer=4, width=32, n_head=4, n_kv_head=2,
+                    head_dim=8, mlp_width=48)
     return Config(**{**settings, **changes})
 
 
 def randomise(module: torch.nn.Module, seed: int) -> torch.nn.Module:
-    """Every parameter away from its initial value, norm gains and zero-initialised ones too; float64."""
+    """Every parameter away from its initial value, norm gains and initial zeros too; float64."""
     generator = torch.Generator().manual_seed(seed)
     for p in module.parameters():
         noise = torch.randn(p.shape, generator=generator)

@@ -1,4 +1,4 @@
-"""What a person meets at the command line of speculate.py: streamed text, measures, checks, one-line errors."""
+"""The command line of speculate.py: streamed text, measures, checks, errors of one line."""
 
 import json
 from dataclasses import replace
@@ -29,11 +29,13 @@ def folder(tmp_path_factory):
     target, mtp = (m.float() for m in small_models(cfg=CFG))
     out = root / "out"
     out.mkdir()
-    whole = target_checkpoint(target, mtp, tokenizer) | {"training": {}, "data": str(root / "data"), "settings": {}}
+    whole = target_checkpoint(target, mtp, tokenizer)
+    whole |= {"training": {}, "data": str(root / "data"), "settings": {}}
     save_checkpoint(out / "target.pt", whole)
     for name in ("dflash", "dmtp"):
         drafter = small_drafter(CFG, name).float()
-        save_checkpoint(out / f"{name}.pt", drafter_checkpoint(name, drafter, whole["fingerprint"]) | {"training": {}})
+        checkpoint = drafter_checkpoint(name, drafter, whole["fingerprint"]) | {"training": {}}
+        save_checkpoint(out / f"{name}.pt", checkpoint)
     return out
 
 
@@ -49,7 +51,8 @@ def run(folder, capsys):
 @pytest.mark.parametrize("temperature", ["0", "1"])
 @pytest.mark.parametrize("drafter", ["none", "mtp", "dflash", "dmtp"])
 def test_every_drafter_streams_text_and_passes_the_check(run, drafter, temperature):
-    status, out, _ = run("--prompt", "def f", "--drafter", drafter, "--temperature", temperature, "--check")
+    status, out, _ = run("--prompt", "def f", "--drafter", drafter, "--temperature", temperature,
+                         "--check")
     assert status == 0
     assert out.startswith("def f")
     assert "identical to plain decoding: 24 tokens" in out
@@ -58,14 +61,15 @@ def test_every_drafter_streams_text_and_passes_the_check(run, drafter, temperatu
 
 
 def test_printed_text_is_the_same_for_every_drafter(run):
-    texts = {run("--prompt", "x", "--drafter", d, "--dtype", "float64")[1].rsplit("\n\n", 1)[0].rsplit("tokens/s")[0]
-             for d in ("mtp", "dflash", "dmtp")}
+    outs = [run("--prompt", "x", "--drafter", drafter, "--dtype", "float64")[1]
+            for drafter in ("mtp", "dflash", "dmtp")]
+    texts = {out.rsplit("\n\n", 1)[0].rsplit("tokens/s")[0] for out in outs}
     assert len(texts) == 1
 
 
 def test_a_batch_of_prompts_prints_every_text_after_its_prompt(run):
-    status, out, _ = run("--prompt", "def f", "--prompt", "", "--prompt", "return x + 1", "--mtp-steps", "4",
-                         "--drafter", "mtp")
+    status, out, _ = run("--prompt", "def f", "--prompt", "", "--prompt", "return x + 1",
+                         "--mtp-steps", "4", "--drafter", "mtp")
     assert status == 0
     assert [f"--- prompt {i} of 3" in out for i in (1, 2, 3)] == [True] * 3
     assert "batch 3" in out
@@ -86,7 +90,8 @@ def test_a_mismatch_exits_non_zero_and_names_the_token(run, monkeypatch):
 
 
 @pytest.mark.parametrize("flags, words", [
-    (["--prompt", "x", "--drafter", "dmtp", "--out", "nowhere"], ["nowhere/target.pt", "python train.py --ec-mtp"]),
+    (["--prompt", "x", "--drafter", "dmtp", "--out", "nowhere"],
+     ["nowhere/target.pt", "python train.py --ec-mtp"]),
     (["--prompt", "x " * 400], ["the context is 100", "shorten"]),
     (["--prompt", "x", "--device", "tpu"], ["cpu, cuda"]),
     (["--bench", "--n-prompts", "5000"], ["ask for fewer"])])
@@ -96,9 +101,10 @@ def test_mistakes_end_in_one_line_that_says_what_to_do(run, flags, words):
     assert error.count("\n") == 1 and all(word in error for word in words)
 
 
-@pytest.mark.parametrize("flags", [["--top-p", "0"], ["--top-p", "1.5"], ["--top-k", "-1"], ["--temperature", "-1"],
-                                   ["--temperature", "nan"], ["--mtp-steps", "0"], ["--mtp-steps", "99"],
-                                   ["--seed", "-1"], ["--max-new-tokens", "-1"], ["--threads", "0"]])
+@pytest.mark.parametrize("flags", [["--top-p", "0"], ["--top-p", "1.5"], ["--top-k", "-1"],
+                                   ["--temperature", "-1"], ["--temperature", "nan"],
+                                   ["--mtp-steps", "0"], ["--mtp-steps", "99"], ["--seed", "-1"],
+                                   ["--max-new-tokens", "-1"], ["--threads", "0"]])
 def test_bad_numbers_are_refused_with_the_flag_and_what_is_allowed(run, capsys, flags):
     with pytest.raises(SystemExit) as stop:
         run("--prompt", "x", *flags)
@@ -119,8 +125,8 @@ def test_a_drafter_that_was_not_trained_names_the_command(run, folder):
 
 
 def test_bench_prints_a_row_for_each_method_and_mode_and_keeps_it_as_json(run, folder):
-    status, out, _ = run("--bench", "--n-prompts", "3", "--batch", "2", "--dtype", "float64", "--max-new-tokens", "9",
-                         "--temperature", "1")
+    status, out, _ = run("--bench", "--n-prompts", "3", "--batch", "2", "--dtype", "float64",
+                         "--max-new-tokens", "9", "--temperature", "1")
     assert status == 0, out
     rows = json.loads((folder / "bench.json").read_text())
     assert len(rows) == 12
@@ -157,7 +163,8 @@ def test_a_near_tie_is_excused_in_float32_and_never_in_float64():
         m = twin_machine(dtype)
         m.target.lm_head.weight.data[:5] = m.target.lm_head.weight.data[7:] = 0
         text = [1, 2, 3]
-        sign = torch.sign(m.target.lm_head(m.target(torch.tensor([text + [3]]))[0])[0, -1, 5]).item()
+        states, _ = m.target(torch.tensor([text + [3]]))
+        sign = torch.sign(m.target.lm_head(states)[0, -1, 5]).item()
         m.target.lm_head.weight.data *= sign  # 5 and 6 are the likeliest
         found, = compare(m, [text], plain, other, 8, 0, 0.0)
         assert (found.row, found.index, found.plain, found.speculative) == (0, 1, 5, 6)
@@ -182,8 +189,10 @@ def test_a_wide_gap_is_no_tie_and_a_missing_token_is_none_either():
 @pytest.fixture(scope="module")
 def encoding():
     ranks = {bytes([i]): i for i in range(256)}
-    text = "".join(f"{speculate.codecs.encode(k, 'base64').decode().strip()} {v}\n" for k, v in ranks.items())
-    return prepare.encoding({"pattern": prepare.PATTERN, "ranks": text, "eot": 256, "vocab_size": 257})
+    text = "".join(f"{speculate.codecs.encode(k, 'base64').decode().strip()} {v}\n"
+                   for k, v in ranks.items())
+    return prepare.encoding({"pattern": prepare.PATTERN, "ranks": text,
+                             "eot": 256, "vocab_size": 257})
 
 
 def screen(encoding, prompts: list[str], color: bool = False) -> Screen:
@@ -210,8 +219,8 @@ def test_tokens_are_coloured_by_who_proposed_them(encoding, capsys):
     s.add([Emission(0, list(b"a"), -1, 0)])
     s.add([Emission(0, list(b"bcd"), 2, 0)])
     paint = {who: f"{code}{{}}{speculate.RESET}" for who, code in speculate.COLORS.items()}
-    assert capsys.readouterr().out == (paint["prompt"].format("x") + paint["target"].format("a") +
-                                       paint["mtp"].format("b") + paint["dflash"].format("c") + paint["target"].format("d"))
+    shown = ("prompt", "x"), ("target", "a"), ("mtp", "b"), ("dflash", "c"), ("target", "d")
+    assert capsys.readouterr().out == "".join(paint[who].format(text) for who, text in shown)
 
 
 def test_a_terminal_does_not_obey_control_characters_of_the_model(encoding, capsys):

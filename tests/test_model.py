@@ -300,6 +300,38 @@ def test_parameters_carry_the_names_of_llama_for_causal_lm():
     ]
 
 
+def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * gain
+
+
+def llama_by_definition(w: dict[str, Tensor], cfg: Config, tokens: Tensor) -> Tensor:
+    """Logits (B, S, V) from a state_dict, with nothing of model.py but the names and the rotation
+    that a test above proves."""
+    B, S = tokens.shape
+    rope = [table[None, :S, None] for table in rope_tables(cfg)]  # (1, S, 1, D)
+    causal = torch.ones(B, S, S).tril().bool()
+    x = w["embed_tokens.weight"][tokens]  # (B, S, C)
+    for i in range(cfg.n_layer):
+        layer = {name.removeprefix(f"layers.{i}."): p for name, p in w.items()}
+        y = rms_norm(x, layer["input_layernorm.weight"], cfg.norm_eps)
+        q, k, v = ((y @ layer[f"self_attn.{part}_proj.weight"].T).unflatten(-1, (-1, cfg.head_dim))
+                   for part in "qkv")  # (B, S, heads, D)
+        y = attend_by_loops(rotate(q, rope), rotate(k, rope), v, causal)
+        x = x + y @ layer["self_attn.o_proj.weight"].T
+        y = rms_norm(x, layer["post_attention_layernorm.weight"], cfg.norm_eps)
+        gate, up = (y @ layer[f"mlp.{part}_proj.weight"].T for part in ("gate", "up"))
+        x = x + (gate * gate.sigmoid() * up) @ layer["mlp.down_proj.weight"].T
+    return rms_norm(x, w["norm.weight"], cfg.norm_eps) @ w["lm_head.weight"].T
+
+
+def test_logits_equal_llama_by_its_definition():
+    target, _ = small_models(cfg=small_config(n_layer=2, norm_eps=0.1))
+    target.cos, target.sin = rope_tables(target.cfg)  # without their rounding to float32
+    tokens = random_tokens(2, 6)
+    expected = llama_by_definition(target.state_dict(), target.cfg, tokens)
+    assert_close(target.lm_head(target(tokens)[0]), expected)
+
+
 def test_logits_equal_those_of_the_public_llama_with_the_same_weights():
     transformers = pytest.importorskip("transformers")
     target, _ = small_models()

@@ -1,7 +1,7 @@
 """The text is the target's own, whatever drafts it; and the caches stay right after every round.
 
 Plain decoding is the oracle for the text: float64, token by token equal. Recomputation from scratch
-is the oracle for caches and states, since a fault there lowers acceptance and never shows in the text.
+is the oracle for caches and states: a fault there lowers acceptance and never shows in the text.
 """
 
 import itertools
@@ -22,8 +22,9 @@ from dmtp import ARMS, Drafter, block_loss
 from kit import random_tokens, small_config, small_drafter, small_models
 from model import Llama, new_cache
 from mtp import MTP, MTPLoss, target_losses
-from speculate import (Machine, Sampling, Tally, acceptance_length, bucket, cumulative_acceptance, decode,
-                       distinct_4grams, generate, gumbel, mix, new_state, perturb, prefill, round_steps, uniforms)
+from speculate import (Machine, Sampling, Tally, acceptance_length, bucket, cumulative_acceptance,
+                       decode, distinct_4grams, generate, gumbel, mix, new_state, perturb, prefill,
+                       round_steps, uniforms)
 
 METHODS = ["none", "mtp x 1", "mtp x 4", "dflash", "dmtp"]
 FILTERS = {"off": {}, "top-k": {"top_k": 5}, "top-p": {"top_p": 0.8}}
@@ -45,7 +46,8 @@ def machine(method: str, target: Llama, mtp: MTP, drafters: dict, **changes) -> 
 def trained():
     """Target, head and both drafters after a few seconds on this project's own source text."""
     torch.manual_seed(0)
-    source = "".join(open(f).read() for f in (speculate.__file__, speculate.__file__.replace("speculate", "model")))
+    files = speculate.__file__, speculate.__file__.replace("speculate", "model")
+    source = "".join(open(f).read() for f in files)
     text = torch.tensor([min(max(b - 30, 0), 98) for b in source.encode()])
     cfg = small_config(vocab_size=100, context=128, n_layer=3)
     target, mtp = Llama(cfg), MTP(cfg)
@@ -85,8 +87,10 @@ def test_speculative_text_equals_plain_text(trained, method, temperature, filter
     prompts = prompts[-batch:]
     key = (temperature, filters, batch)
     if key not in PLAIN:
-        PLAIN[key] = decode(machine("none", target, mtp, drafters, sampling=sampling), prompts, 90, 7, temperature)
-    tally = decode(machine(method, target, mtp, drafters, sampling=sampling), prompts, 90, 7, temperature)
+        plain = machine("none", target, mtp, drafters, sampling=sampling)
+        PLAIN[key] = decode(plain, prompts, 90, 7, temperature)
+    m = machine(method, target, mtp, drafters, sampling=sampling)
+    tally = decode(m, prompts, 90, 7, temperature)
     assert tally.texts == PLAIN[key].texts
     assert all(len(t) == 90 for t in tally.texts)
     COMPARED[0] += sum(map(len, tally.texts))
@@ -106,7 +110,7 @@ def test_the_grid_above_saw_every_accept_count_and_enough_tokens(trained):
 
 
 def oracle(monkeypatch, texts: list[list[int]], n_right) -> None:
-    """Before every verification the proposals become the plain text's for n_right(row, round) slots, then wrong."""
+    """Before every verification n_right(row, round) proposals become the text's, the next wrong."""
     steps = speculate.round_steps
     rounds = itertools.count()
 
@@ -137,14 +141,15 @@ def test_text_equals_plain_text_for_drafters_of_any_accuracy(monkeypatch, method
     m = machine(method, target, mtp, drafters, sampling=Sampling(greedy=temperature == 0))
     plain = decode(replace(m, mtp=None, drafter=None, n_slots=1), prompts, 120, 3, temperature)
     rng = np.random.default_rng(0)
-    oracle(monkeypatch, [p + t for p, t in zip(prompts, plain.texts)], lambda row, i: int(rng.integers(0, m.n_slots)))
+    texts = [p + t for p, t in zip(prompts, plain.texts)]
+    oracle(monkeypatch, texts, lambda row, i: int(rng.integers(0, m.n_slots)))
     tally = decode(m, prompts, 120, 3, temperature)
     assert tally.texts == plain.texts
     assert min(tally.total()) > 0, tally.total()
 
 
 def every_pair(n: int) -> list[int]:
-    """A cyclic order of 0 .. n - 1 in which each ordered pair of neighbours occurs (Eulerian circuit)."""
+    """A cyclic order of 0 .. n - 1 with each ordered pair as neighbours (an Eulerian circuit)."""
     unused = {a: list(range(n)) for a in range(n)}
     stack, circuit = [0], []
     while stack:
@@ -156,7 +161,7 @@ def every_pair(n: int) -> list[int]:
 
 
 def recompute(m: Machine, text: list[int], pos: int) -> dict[str, Tensor]:
-    """Caches of rows [0, pos) and the MTP state at row pos - 1, from one fresh forward over text[:pos + 1]."""
+    """Caches of rows [0, pos) and the MTP state at row pos - 1, afresh from text[:pos + 1]."""
     tokens, positions = torch.tensor([text[:pos]]), torch.arange(pos)[None]
     s = new_state(m, 1, 0, 1.0)
     layers = () if m.drafter is None else m.drafter.dflash.draft.tap_layers
@@ -174,8 +179,9 @@ def caches(s) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("method", ["mtp x 1", "mtp x 4", "dflash", "dmtp"])
-def test_the_invariant_holds_after_every_round_for_all_accept_counts_in_every_order(monkeypatch, method):
-    """Unwritten and stale rows are poisoned before each round, so that any read of them would show."""
+def test_the_invariant_holds_after_every_round_for_all_accept_counts_in_every_order(
+        monkeypatch, method):
+    """Unwritten and stale rows are poisoned before each round, so that any read would show."""
     cfg = small_config(context=420)
     target, mtp = small_models(cfg=cfg)
     drafters = {name: small_drafter(cfg, name) for name in ("dflash", "dmtp")}
@@ -196,7 +202,8 @@ def test_the_invariant_holds_after_every_round_for_all_accept_counts_in_every_or
             fresh = recompute(m, texts[row], pos)
             assert s.block[row, 0] == texts[row][pos]
             for cache, right in zip(caches(s), caches(fresh)):
-                torch.testing.assert_close(cache[:, row, :pos], right[:, 0, :pos], rtol=0, atol=1e-9)
+                torch.testing.assert_close(cache[:, row, :pos], right[:, 0, :pos],
+                                           rtol=0, atol=1e-9)
                 cache[:, row, pos:] = 1e3
             if m.mtp is not None:
                 torch.testing.assert_close(s.mtp_state[row], fresh.mtp_state[0], rtol=0, atol=1e-9)
@@ -208,7 +215,8 @@ def test_a_window_smaller_than_the_text_changes_proposals_and_not_the_text(metho
     cfg = small_config(context=100)
     target, mtp = small_models(cfg=cfg)
     narrow, wide = (small_drafter(cfg, method, window=w) for w in (5, 4096))
-    runs = [decode(machine(method, target, mtp, {method: d}), [[1, 2, 3]], 90, 0, 1.0) for d in (narrow, wide)]
+    machines = [machine(method, target, mtp, {method: d}) for d in (narrow, wide)]
+    runs = [decode(m, [[1, 2, 3]], 90, 0, 1.0) for m in machines]
     assert runs[0].texts == runs[1].texts
     assert runs[0].histogram != runs[1].histogram
 
@@ -263,7 +271,8 @@ def test_text_ends_exactly_at_the_end_of_the_context(small, method, length):
     assert tally.texts == decode(machine("none", *small), [prompt, [1]], 100, 0, 1.0).texts
 
 
-def test_a_round_cut_at_end_of_text_counts_its_proposals_and_reports_the_overshoot(monkeypatch, small):
+def test_a_round_cut_at_end_of_text_counts_its_proposals_and_reports_the_overshoot(
+        monkeypatch, small):
     plain = decode(machine("none", *small), [[1, 2, 3]], 30, 0, 1.0).texts[0]
     eot = next(t for i, t in enumerate(plain) if i >= 2 and t not in plain[:i])
     at = plain.index(eot)
@@ -307,8 +316,8 @@ def test_coupled_drafts_hit_more_often_than_argmax_drafts_at_temperature_one(tra
     target, mtp, drafters, prompts = trained
     for method in ("mtp x 4", "dflash", "dmtp"):
         m = machine(method, target, mtp, drafters)
-        coupled, argmax = (acceptance_length(decode(replace(m, coupled=c), prompts * 4, 90, 0, 1.0).total())
-                           for c in (True, False))
+        runs = [decode(replace(m, coupled=c), prompts * 4, 90, 0, 1.0) for c in (True, False)]
+        coupled, argmax = (acceptance_length(tally.total()) for tally in runs)
         assert coupled > argmax
 
 
@@ -317,7 +326,7 @@ def test_coupled_drafts_hit_more_often_than_argmax_drafts_at_temperature_one(tra
 
 
 def test_sampled_text_follows_the_exact_law():
-    """4 tokens, 3 positions, 64 outcomes, 12,000 speculative texts against enumerated probabilities."""
+    """4 tokens, 3 positions: 12,000 speculative texts against 64 enumerated probabilities."""
     cfg = small_config(vocab_size=4, context=24)
     target, mtp = small_models(cfg=cfg)
     m = machine("dmtp", target, mtp, {"dmtp": small_drafter(cfg, "dmtp")})
@@ -344,7 +353,8 @@ def test_sampled_text_follows_the_exact_law():
 def test_uniforms_are_inside_zero_and_one_for_the_extreme_hash_values():
     u = uniforms(torch.tensor([0, 511, 512, 2 ** 32 - 512, 2 ** 32 - 1]))
     assert u.dtype == torch.float32
-    assert u.tolist() == [0.5 / 2 ** 23, 0.5 / 2 ** 23, 1.5 / 2 ** 23, 1 - 0.5 / 2 ** 23, 1 - 0.5 / 2 ** 23]
+    half = 0.5 / 2 ** 23
+    assert u.tolist() == [half, half, 3 * half, 1 - half, 1 - half]
     assert torch.isfinite(-torch.log(-torch.log(u))).all()
 
 
@@ -394,9 +404,10 @@ def test_top_p_keeps_the_fewest_tokens_that_reach_the_mass():
 
 def test_low_precision_logits_are_perturbed_in_float32_and_greedy_ignores_the_noise():
     z = torch.tensor([1.0, 2.0], dtype=torch.bfloat16)
-    assert perturb(z, torch.tensor([5.0, 0.0]), torch.tensor(1.0), Sampling()).dtype == torch.float32
-    assert perturb(z, torch.tensor([5.0, 0.0]), torch.tensor(1.0), Sampling()).argmax() == 0
-    assert perturb(z, torch.tensor([5.0, 0.0]), torch.tensor(1.0), Sampling(greedy=True)).argmax() == 1
+    noise, temperature = torch.tensor([5.0, 0.0]), torch.tensor(1.0)
+    assert perturb(z, noise, temperature, Sampling()).dtype == torch.float32
+    assert perturb(z, noise, temperature, Sampling()).argmax() == 0
+    assert perturb(z, noise, temperature, Sampling(greedy=True)).argmax() == 1
 
 
 # ----------------------------------------------------------------------------------------------
@@ -413,7 +424,7 @@ class NoHostNumbers(TorchFunctionMode):
 
 
 class OneDeviceNoRandomness(TorchDispatchMode):
-    """Refuses random operators, which a replay would repeat or a generator would shift, and results off meta."""
+    """Refuses results off meta, and random operators: a replay repeats, a generator shifts them."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if torch.Tag.nondeterministic_seeded in function.tags:
@@ -425,14 +436,15 @@ class OneDeviceNoRandomness(TorchDispatchMode):
 
 
 def on_meta(method: str, **changes) -> Machine:
-    """A machine without data: there, reading a value, a data-dependent shape or another device raises."""
+    """A machine without data: reading a value, a shape from data or another device raises there."""
     cfg = small_config()
     target, mtp = small_models(cfg=cfg)
     drafters = {name: small_drafter(cfg, name).to("meta") for name in ("dflash", "dmtp")}
     return machine(method, target.to("meta"), mtp.to("meta"), drafters, kv_len=40, **changes)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(greedy=True), Sampling(top_k=3, top_p=0.9)])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(greedy=True),
+                                      Sampling(top_k=3, top_p=0.9)])
 @pytest.mark.parametrize("method", METHODS)
 def test_no_step_reads_the_device_draws_numbers_or_has_shapes_that_depend_on_data(method, sampling):
     m = on_meta(method, sampling=sampling, eot=5)
@@ -469,11 +481,13 @@ def mixes_devices(m: Machine, s) -> None:
     s.pos.add_(torch.arange(3))
 
 
-@pytest.mark.parametrize("fault", [reads_a_value, branches_on_data, selects_by_mask, makes_a_tensor, draws, mixes_devices])
+@pytest.mark.parametrize("fault", [reads_a_value, branches_on_data, selects_by_mask,
+                                   makes_a_tensor, draws, mixes_devices])
 def test_the_guard_above_catches_each_fault_that_it_is_for(fault):
     m = on_meta("none")
     s = new_state(m, 3, 0, 1.0)
-    with torch.no_grad(), NoHostNumbers(), OneDeviceNoRandomness(), pytest.raises((AssertionError, RuntimeError, NotImplementedError)):
+    refused = pytest.raises((AssertionError, RuntimeError, NotImplementedError))
+    with torch.no_grad(), NoHostNumbers(), OneDeviceNoRandomness(), refused:
         fault(m, s)
 
 
@@ -502,11 +516,11 @@ def test_rows_at_their_limit_stand_still(small, method):
     with torch.no_grad():
         prefill(m, s, [[1, 2, 3], [4]], 20, 0)
         s.limit.copy_(s.pos)
-        before = [t.clone() for t in (s.pos, s.limit, s.block[:, 0], s.mtp_state, *(c[:, :, :1] for c in caches(s)))]
+        held = (s.pos, s.limit, s.block[:, 0], s.mtp_state, *(c[:, :, :1] for c in caches(s)))
+        before = [t.clone() for t in held]
         for step in round_steps(m) * 2:
             step(m, s)
-    after = (s.pos, s.limit, s.block[:, 0], s.mtp_state, *(c[:, :, :1] for c in caches(s)))
-    assert all(torch.equal(a, b) for a, b in zip(before, after))
+    assert all(torch.equal(a, b) for a, b in zip(before, held))
     assert s.emit[:, 0].tolist() == [0, 0]
 
 
@@ -524,7 +538,8 @@ def test_acceptance_measures_by_hand():
 
 
 def test_buckets_are_powers_of_two_from_128_and_never_past_the_cache():
-    assert [bucket(n, 1000) for n in (1, 128, 129, 256, 257, 600)] == [128, 128, 256, 256, 512, 1000]
+    buckets = [bucket(n, 1000) for n in (1, 128, 129, 256, 257, 600)]
+    assert buckets == [128, 128, 256, 256, 512, 1000]
     assert bucket(40, 56) == 56
 
 
@@ -534,11 +549,12 @@ def test_every_emitted_token_is_counted_once(trained):
         tally = decode(machine(method, target, mtp, drafters), prompts, 50, 1, 1.0)
         emitted = sum(map(len, tally.texts))
         assert emitted == 150
-        assert sum((k + 1) * n for k, n in enumerate(tally.total())) - tally.overshoot == emitted - len(prompts)
+        rounds = sum((k + 1) * n for k, n in enumerate(tally.total()))
+        assert rounds - tally.overshoot == emitted - len(prompts)
 
 
 def test_plain_decoding_is_sampling_step_by_step_from_the_full_forward(small):
-    """The baseline itself against the obvious loop: no cache, softmax by Gumbel, one token at a time."""
+    """The baseline itself against the obvious loop: no cache, softmax by Gumbel, token by token."""
     target, mtp, drafters = small
     text = [1, 2, 3]
     for _ in range(20):
@@ -549,7 +565,7 @@ def test_plain_decoding_is_sampling_step_by_step_from_the_full_forward(small):
 
 
 def test_mtp_chain_is_the_head_fed_with_its_own_states(small):
-    """mtp x 3 proposals against a loop that runs the head over the whole text again for every token."""
+    """mtp x 3 proposals against a loop that runs the head over the whole text for every token."""
     target, mtp, drafters = small
     m = machine("mtp x 4", *small, n_slots=4, sampling=Sampling(greedy=True), kv_len=40)
     s = new_state(m, 1, 0, 1.0)

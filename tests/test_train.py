@@ -1,4 +1,4 @@
-"""Training does what the flags say, again and again the same; and nothing is lost when it is stopped."""
+"""Training does what the flags say, each time the same; and nothing is lost when it is stopped."""
 
 import json
 import os
@@ -17,11 +17,12 @@ from dmtp import fingerprint, load_drafter, load_target
 from kit import small_config, small_drafter, small_models
 from model import SIZES
 from mtp import MTPLoss
-from train import KeepFloat32, Recipe, Stage, get_batch, get_lr, make_optimizers, optimizer_step, stage_loss
+from train import (KeepFloat32, Recipe, Stage, get_batch, get_lr, make_optimizers, optimizer_step,
+                   stage_loss)
 
 ROOT = Path(train.__file__).parent
-RECIPE = Recipe(steps=20, batch=4, optimizer="muon", lr=0.01, lr_rest=0.005, weight_decay=0.0, warmup=2,
-                seed=1, dtype="float32")
+RECIPE = Recipe(steps=20, batch=4, optimizer="muon", lr=0.01, lr_rest=0.005, weight_decay=0.0,
+                warmup=2, seed=1, dtype="float32")
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +41,8 @@ def run(monkeypatch, data, tmp_path):
     monkeypatch.setattr(train, "EVAL_WINDOWS", 8)
 
     def main(*flags: str, out: str = "out") -> tuple[int, Path]:
-        settings = ["--data", str(data), "--out", str(tmp_path / out), "--steps", "8", "--drafter-steps", "8",
-                    "--batch", "4"]
+        settings = ["--data", str(data), "--out", str(tmp_path / out), "--steps", "8",
+                    "--drafter-steps", "8", "--batch", "4"]
         return train.main(settings + list(flags)), tmp_path / out
 
     return main
@@ -66,19 +67,22 @@ def test_both_stages_can_learn_one_batch_by_heart(optimizer):
     cfg = small_config()
     target, mtp = (m.float() for m in small_models(cfg=cfg))
     windows = torch.randint(23, (2, 33), generator=torch.Generator().manual_seed(0))
-    recipe = Recipe(**{**vars(RECIPE), "optimizer": optimizer, "lr": 0.02, "lr_rest": 0.02, "steps": 100})
+    changes = {"optimizer": optimizer, "lr": 0.02, "lr_rest": 0.02, "steps": 100}
+    recipe = Recipe(**{**vars(RECIPE), **changes})
     for drafter in (None, small_drafter(cfg, "dmtp").float()):
         stage = Stage(target, mtp, MTPLoss("ec"), drafter)
         optimizers = make_optimizers(stage.trained, recipe)
         for step in range(recipe.steps):
-            loss, _ = stage_loss(stage, windows, 0, 0, measure=False)
+            loss, _ = stage_loss(stage, windows, recipe, 0, measure=False)
             loss.backward()
             optimizer_step(optimizers, get_lr(step, recipe), on_cpu=True)
-        assert stage_loss(stage, windows, 0, 0, measure=False)[0].item() < 0.3
+        assert stage_loss(stage, windows, recipe, 0, measure=False)[0].item() < 0.3
 
 
-@pytest.mark.parametrize("flags", [[], ["--optimizer", "adamw", "--mtp-loss", "kl", "--drafter", "dflash"]])
-def test_a_stopped_and_resumed_run_gives_the_losses_and_weights_of_an_uninterrupted_one(run, monkeypatch, capsys, flags):
+@pytest.mark.parametrize("flags", [[], ["--optimizer", "adamw", "--mtp-loss", "kl",
+                                        "--drafter", "dflash"]])
+def test_a_stopped_and_resumed_run_gives_the_losses_and_weights_of_an_uninterrupted_one(
+        run, monkeypatch, capsys, flags):
     status, whole = run(*flags, out="whole")
     assert status == 0
     calls = []
@@ -92,14 +96,15 @@ def test_a_stopped_and_resumed_run_gives_the_losses_and_weights_of_an_uninterrup
 
     lr_calls = []
     lr = train.get_lr
-    monkeypatch.setattr(train, "get_lr", lambda step, recipe: lr_calls.append(1) or lr(step, recipe))
+    monkeypatch.setattr(train, "get_lr",
+                        lambda step, recipe: lr_calls.append(1) or lr(step, recipe))
     monkeypatch.setattr(train, "CtrlC", StopAfter3)
     status, parts = run(*flags, out="parts")             # the target stage stops after 3 steps
     assert status == 130
     assert "--resume" in capsys.readouterr().err
     assert run(*flags, out="parts")[0] == 1               # without --resume: refused in one line
     assert "--resume" in capsys.readouterr().err
-    lr_calls[:] = [-8]                                    # 5 steps to the target's end, 6 of the drafter
+    lr_calls[:] = [-8]                                    # 5 to the target's end, 6 of the drafter
     assert run(*flags, "--resume", out="parts")[0] == 130
     lr_calls[:] = [-99]
     assert run(*flags, "--resume", out="parts")[0] == 0
@@ -110,12 +115,14 @@ def test_a_stopped_and_resumed_run_gives_the_losses_and_weights_of_an_uninterrup
 
 
 def test_same_seed_gives_the_same_run_and_another_seed_another(run):
-    a, b, c = (run("--stage", "target", "--seed", seed, out=out)[1] for seed, out in (("1", "a"), ("1", "b"), ("2", "c")))
+    seeds = {"a": "1", "b": "1", "c": "2"}
+    a, b, c = (run("--stage", "target", "--seed", seeds[out], out=out)[1] for out in seeds)
     assert log_lines(a) == log_lines(b) != log_lines(c)
 
 
 def test_ec_starts_with_the_losses_of_standard_and_then_goes_its_own_way(run):
-    ec, standard = (run("--stage", "target", "--mtp-loss", mode, out=mode)[1] for mode in ("ec", "standard"))
+    ec, standard = (run("--stage", "target", "--mtp-loss", mode, out=mode)[1]
+                    for mode in ("ec", "standard"))
     first, second = (log_lines(out) for out in (ec, standard))
     assert first[0] == second[0]
     assert first[3] != second[3]
@@ -127,7 +134,8 @@ def test_drafters_of_one_target_train_on_the_same_text_and_leave_the_target_alon
     seen = {"dflash": [], "dmtp": []}
     batches = train.get_batch
     for name in seen:
-        monkeypatch.setattr(train, "get_batch", lambda *a, name=name: seen[name].append(batches(*a)) or batches(*a))
+        monkeypatch.setattr(train, "get_batch",
+                            lambda *a, name=name: seen[name].append(batches(*a)) or batches(*a))
         assert run("--stage", "drafter", "--drafter", name, "--overwrite")[0] == 0
     assert len(seen["dflash"]) == 8
     assert all(torch.equal(a, b) for a, b in zip(*seen.values()))
@@ -142,7 +150,8 @@ def test_finished_stages_are_used_as_they_are_and_other_settings_are_refused(run
     capsys.readouterr()
     assert run("--seed", "5")[0] == 1
     error = capsys.readouterr().err
-    assert "seed 1337 (there) / 5 (asked)" in error and "--overwrite" in error and error.count("\n") == 1
+    assert "seed 1337 (there) / 5 (asked)" in error and "--overwrite" in error
+    assert error.count("\n") == 1
     assert run("--seed", "5", "--overwrite")[0] == 0
     target, mtp, checkpoint = load_target(out)
     assert checkpoint["fingerprint"] == fingerprint(target, mtp)
@@ -152,16 +161,18 @@ def test_finished_stages_are_used_as_they_are_and_other_settings_are_refused(run
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint(run, monkeypatch, capsys):
     _, out = run("--stage", "target")
     before = (out / "target.pt").read_bytes()
-    monkeypatch.setattr(train, "stage_loss", lambda *a: (torch.tensor(float("nan"), requires_grad=True), {}))
+    nan = torch.tensor(float("nan"), requires_grad=True)
+    monkeypatch.setattr(train, "stage_loss", lambda *a: (nan, {}))
     assert run("--stage", "target", "--overwrite")[0] == 1
     assert "at step 0" in capsys.readouterr().err
     assert (out / "target.pt").read_bytes() == before
 
 
 def test_ctrl_c_finishes_the_step_saves_and_names_the_command_to_go_on(data, tmp_path):
-    command = [sys.executable, str(ROOT / "train.py"), "--data", str(data), "--out", str(tmp_path), "--steps", "2000",
-               "--batch", "1", "--optimizer", "adamw"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, stdout=subprocess.DEVNULL)
+    command = [sys.executable, str(ROOT / "train.py"), "--data", str(data), "--out", str(tmp_path),
+               "--steps", "2000", "--batch", "1", "--optimizer", "adamw"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True,
+                               stdout=subprocess.DEVNULL)
     for _ in range(600):
         time.sleep(0.1)
         if (tmp_path / "log.jsonl").exists():
@@ -183,15 +194,16 @@ def test_a_missing_gpu_is_one_line(run, capsys):
 
 
 @pytest.mark.parametrize("flags, word", [
-    (["--device", "tpu"], "cpu, cuda"), (["--data", "no-such"], "prepare.py"), (["--stage", "drafter"], "train.py")])
+    (["--device", "tpu"], "cpu, cuda"), (["--data", "no-such"], "prepare.py"),
+    (["--stage", "drafter"], "train.py")])
 def test_mistakes_end_in_one_line_that_says_what_to_do(run, capsys, flags, word):
     assert run(*flags, out="empty")[0] == 1
     error = capsys.readouterr().err
     assert word in error and error.count("\n") == 1
 
 
-@pytest.mark.parametrize("flags", [["--steps", "0"], ["--lr", "-1"], ["--drafter", "x"], ["--mtp-loss", "x"],
-                                   ["--ec-mtp", "--mtp-loss", "kl"]])
+@pytest.mark.parametrize("flags", [["--steps", "0"], ["--lr", "-1"], ["--drafter", "x"],
+                                   ["--mtp-loss", "x"], ["--ec-mtp", "--mtp-loss", "kl"]])
 def test_bad_flags_are_refused_before_anything_runs(flags, capsys):
     with pytest.raises(SystemExit) as stop:
         train.main(flags)
@@ -208,12 +220,13 @@ def test_help_names_every_drafter(capsys):
 
 def test_learning_rate_rises_over_the_warm_up_and_falls_to_zero_by_hand():
     recipe = Recipe(**{**vars(RECIPE), "steps": 10, "warmup": 2})
-    assert [get_lr(step, recipe) for step in range(10)] == [0.5, 1, 1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8]
+    rates = [get_lr(step, recipe) for step in range(10)]
+    assert rates == [0.5, 1, 1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8]
 
 
 def test_batches_follow_from_seed_and_step_alone():
     tokens = torch.arange(1000).numpy().astype("uint16")
-    a, b, c = get_batch(tokens, 8, 4, 1, 5), get_batch(tokens, 8, 4, 1, 5), get_batch(tokens, 8, 4, 1, 6)
+    a, b, c = (get_batch(tokens, 8, 4, 1, step) for step in (5, 5, 6))
     assert a.shape == (4, 9) and a.dtype == torch.int64
     assert torch.equal(a, b) and not torch.equal(a, c)
     assert torch.equal(a[:, 1:], a[:, :-1] + 1)
