@@ -122,7 +122,7 @@ def block_loss(target: Llama, mtp: MTP, drafter: Drafter, tokens: Tensor, anchor
             own = target.lm_head(states[rows[:, :, None], at[:, :, drafter.first:] - 1])
     x = drafter.block_inputs(a_emb, drafter.fuse(t1_emb, h))  # (B, N, S, C)
     out = drafter.dflash.forward_blocks(target, taps, x, anchors)[:, :, drafter.first:]
-    logits = target.lm_head(out)                              # (B, N, n, V), as own
+    logits = target.lm_head(out.contiguous())                 # (B, N, n, V), as own
     wanted = own.softmax(dim=-1) if labels == "soft" else block[:, :, drafter.first:]
     agreement = torch.zeros(out.size(2), device=tokens.device)
     if measure:

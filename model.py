@@ -237,7 +237,7 @@ class Llama(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor | None = None,
                 kv: tuple[Tensor, Tensor] | None = None, kv_len: int = 0,
                 tap_layers: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
-        """States (B, S, C) of tokens (B, S), and taps (B, S, n_tap C) or None.
+        """States (B, S, C) of tokens (B, S), and taps (B, S, n_tap C), in layer order, or None.
 
         Without kv: the whole text at once, causal. With kv: the tokens are written to the cache
         rows of their positions (B, S), and read rows [0, kv_len) up to their own position.

@@ -71,6 +71,8 @@ class MTP(nn.Module):
         cache = None if kv is None else Rows(kv[0][0], kv[1][0], positions, kv_len)
         embedded = self.embed_norm(target.embed_tokens(next_tokens))  # (B, S, C)
         x = self.proj(torch.cat((embedded, self.state_norm(states)), dim=-1))  # (B, S, C)
+        # under autocast the residual stream keeps the dtype of the target's
+        x = x.to(states.dtype)
         return self.norm(self.block(x, target.rope(positions), mask, cache))
 
 
@@ -114,7 +116,7 @@ def check_cancels(target: Llama, mtp: MTP) -> None:
     if target.lm_head.weight is target.embed_tokens.weight:
         raise ValueError("lm_head is tied to the embedding: its gradient would then be neither "
                          "standard MTP's nor KL's, so untie them")
-    own = [name for name, p in mtp.named_parameters() if p.size(0) == target.cfg.vocab_size]
+    own = [name for name, _ in mtp.named_parameters() if "head" in name]
     if own:
         raise ValueError(f"the MTP head has an output matrix of its own ({', '.join(own)}): error "
                          "cancelling needs head and verifier to share the target's lm_head")

@@ -9,6 +9,7 @@ and a run that is stopped and resumed gives the losses of one that was not.
 
 import argparse
 import json
+import math
 import os
 import shlex
 import signal
@@ -213,6 +214,10 @@ def train(stage: Stage, recipe: Recipe, data: prepare.Dataset, path: Path,
     device = next(stage.target.parameters()).device
     T = stage.target.cfg.context
     name = path.stem
+    for part, tokens in (("train", data.train), ("val", data.val)):
+        if len(tokens) <= T:
+            raise ValueError(f"{part} has {len(tokens)} tokens, a window needs {T + 1}: prepare more "
+                             "text, or choose a --size with a shorter window")
     held_out = eval_batch(data.val, T).to(device)
     optimizers = make_optimizers(stage.trained, recipe)
     first_step = 0
@@ -222,7 +227,7 @@ def train(stage: Stage, recipe: Recipe, data: prepare.Dataset, path: Path,
             optimizer.load_state_dict(saved)
     start_log(path.parent, name, first_step)
     parameters = [p for module in stage.trained for p in module.parameters()]
-    log_every, eval_every = max(1, recipe.steps // 60), max(1, recipe.steps // 4)
+    log_every, eval_every = max(1, recipe.steps // 60), min(max(1, recipe.steps // 4), 1000)
     measures: dict[str, float] = {}
     seconds, since = 0.0, first_step
     bar = tqdm(total=recipe.steps, initial=first_step, desc=name, unit="step", disable=None,
@@ -230,14 +235,13 @@ def train(stage: Stage, recipe: Recipe, data: prepare.Dataset, path: Path,
     with bar, CtrlC() as ctrl_c:
         for step in range(first_step, recipe.steps):
             last = step + 1 == recipe.steps
-            measure = step % log_every == 0 or last
+            judge = (step + 1) % eval_every == 0 or last
+            measure = step % log_every == 0 or judge
             t0 = time.perf_counter()
             windows = get_batch(data.train, T, recipe.batch, recipe.seed, step).to(device)
             with torch.autocast(device.type, torch.bfloat16, enabled=recipe.dtype == "bfloat16"):
                 loss, shown = stage_loss(stage, windows, recipe, step, measure)
-            if measure and not loss.isfinite():
-                raise ValueError(f"the loss is {loss.item()} at step {step}: {path} keeps what was "
-                                 "saved before; try a lower --lr, or --dtype float32")
+            refuse_non_finite(shown, step, path)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(parameters, recipe.clip)
             optimizer_step(optimizers, get_lr(step, recipe), on_cpu=device.type == "cpu")
@@ -249,11 +253,12 @@ def train(stage: Stage, recipe: Recipe, data: prepare.Dataset, path: Path,
                 bar.set_postfix_str(describe_measures(shown, 3) + f" | tokens/s {speed:.0f}")
                 line = {"stage": name, "step": step, **shown, "tokens_per_s": round(speed)}
                 log(path.parent, line)
-            if (step + 1) % eval_every == 0 or last:
+            if judge:
                 measures = evaluate(stage, held_out, recipe.batch)
+                refuse_non_finite(measures, step, path)
                 log(path.parent, {"stage": name, "step": step, "eval": measures})
                 bar.write(f"step {step + 1:5d} | " + describe_measures(measures, 4))
-            if (step + 1) % eval_every == 0 or last or ctrl_c.asked:
+            if judge or ctrl_c.asked:
                 training = {"step": step + 1, "optimizers": [o.state_dict() for o in optimizers]}
                 save_checkpoint(path, state | weights(stage, state) | {
                     "training": {} if last else training, "eval": measures})
@@ -268,6 +273,14 @@ def weights(stage: Stage, state: dict) -> dict:
     if stage.drafter is None:
         return target_checkpoint(stage.target, stage.mtp, state["tokenizer"])
     return drafter_checkpoint(state["name"], stage.drafter, state["target_fingerprint"])
+
+
+def refuse_non_finite(measures: dict[str, float], step: int, path: Path) -> None:
+    """ValueError, before anything is saved, if a loss or a measure is infinite or not a number."""
+    for name, value in measures.items():
+        if not math.isfinite(value):
+            raise ValueError(f"{name} is {value} at step {step}: {path} keeps what was saved before, "
+                             "if anything; try a lower --lr, or --dtype float32")
 
 
 def describe_measures(measures: dict[str, float], digits: int) -> str:

@@ -171,6 +171,23 @@ def test_decayed_cross_entropy_equals_a_loop(B, N, n, gamma):
     assert loss.item() == pytest.approx(total / weights, rel=1e-12)
 
 
+def test_labels_may_be_distributions():
+    """The mean over a distribution is its mean of the losses at single ids, slot by slot."""
+    B, N, n, V = 2, 3, 6, 11
+    generator = torch.Generator().manual_seed(1)
+    logits, wanted = 3 * torch.randn(2, B, N, n, V, dtype=torch.float64, generator=generator)
+    wanted = wanted.softmax(dim=-1)
+    total = weights = 0.0
+    for b in range(B):
+        for block in range(N):
+            for k in range(n):
+                log_q, weight = logits[b, block, k].log_softmax(dim=-1), math.exp(-k / 4)
+                total -= weight * sum(wanted[b, block, k, i] * log_q[i] for i in range(V)).item()
+                weights += weight
+    loss = decayed_cross_entropy(logits, wanted, 4.0)
+    assert loss.item() == pytest.approx(total / weights, rel=1e-12)
+
+
 def test_the_first_predicted_slot_weighs_most():
     n, V = 7, 5
     labels = torch.zeros(1, 2, n, dtype=torch.int64)
@@ -362,6 +379,15 @@ def test_draft_preset_taps_from_the_second_layer_to_the_last():
     taps = {size: draft_preset(preset(size, 23), size).tap_layers for size in SIZES}
     assert taps == {"tiny": (1, 3, 5), "6m": (1, 3, 5), "10m": (1, 4, 7), "28m": (1, 6, 11),
                     "59m": (1, 8, 15)}
+
+
+@pytest.mark.parametrize("n_layer", range(2, 9))
+def test_draft_preset_names_distinct_layers_of_the_target_in_order(n_layer):
+    taps = draft_preset(small_config(n_layer=n_layer), "tiny").tap_layers
+    assert list(taps) == sorted(set(taps)) and taps[0] == 1 and taps[-1] == n_layer - 1
+    target, _ = small_models(cfg=small_config(n_layer=n_layer))
+    drafter = small_drafter(target.cfg, "dflash", tap_layers=taps).dflash
+    assert target(random_tokens(1, 3), tap_layers=taps)[1].size(-1) == drafter.fc.in_features
 
 
 def test_draft_preset_is_the_stated_block_and_depth():

@@ -49,12 +49,12 @@ class Seen(NamedTuple):
     x: Tensor              # (B, N, S, C)
     states: Tensor         # (B, N, S, C)
     logits: Tensor         # (B, N, n, V)
-    labels: Tensor         # (B, N, n)
+    labels: Tensor         # (B, N, n), or (B, N, n, V)
     result: dmtp.BlockLoss
 
 
 def watch(monkeypatch, target: Llama, mtp: MTP, drafter: Drafter, tokens: Tensor, anchors: Tensor,
-          measure: bool = False) -> Seen:
+          **settings) -> Seen:
     """Run block_loss with three of its calls listened to."""
     calls = {}
 
@@ -69,7 +69,7 @@ def watch(monkeypatch, target: Llama, mtp: MTP, drafter: Drafter, tokens: Tensor
         patch.setattr(drafter.dflash, "forward_blocks",
                       listened("blocks", drafter.dflash.forward_blocks))
         patch.setattr(dmtp, "decayed_cross_entropy", listened("loss", dmtp.decayed_cross_entropy))
-        result = block_loss(target, mtp, drafter, tokens, anchors, measure)
+        result = block_loss(target, mtp, drafter, tokens, anchors, **settings)
     (t1_emb, h), _ = calls["fuse"]
     (_, _, x, _), states = calls["blocks"]
     (logits, labels, _), _ = calls["loss"]
@@ -97,7 +97,7 @@ def test_zero_initialised_dmtp_is_two_anchor_dflash_to_the_bit(monkeypatch):
     b = watch(monkeypatch, target, mtp, two, tokens, anchors, measure=True)
     assert torch.equal(a.states, b.states) and torch.equal(a.logits, b.logits)
     assert torch.equal(a.result.loss, b.result.loss)
-    assert torch.equal(a.result.agreement, b.result.agreement)
+    assert a.result.agreement.any() and torch.equal(a.result.agreement, b.result.agreement)
 
 
 def test_weights_of_a_dflash_fit_into_a_dmtp():
@@ -251,8 +251,8 @@ def test_states_of_known_slots_do_not_enter_the_loss(arm, monkeypatch):
 
 @torch.no_grad()
 @every_arm
-@pytest.mark.parametrize("window", [5, 4096])
-def test_loss_and_agreement_equal_a_loop_over_single_blocks(arm, window):
+@pytest.mark.parametrize("window, labels", [(5, "hard"), (4096, "hard"), (5, "soft")])
+def test_loss_and_agreement_equal_a_loop_over_single_blocks(arm, window, labels):
     """Each block by itself: the target on the prefix, its taps caught layer by layer."""
     target, mtp = small_models()
     drafter = small_drafter(target.cfg, arm, tap_layers=(0, 2, 3), window=window, gamma=3.0)
@@ -264,7 +264,7 @@ def test_loss_and_agreement_equal_a_loop_over_single_blocks(arm, window):
     total = weights = 0.0
     agree = torch.zeros(S - first)
     for b in range(B):
-        own = target.lm_head(target(tokens[b:b + 1])[0])[0].argmax(dim=-1)
+        own = target.lm_head(target(tokens[b:b + 1])[0])[0]  # (T, V)
         for a in anchors[b].tolist():
             streams.clear()
             states, _ = target(tokens[b:b + 1, :a])
@@ -275,17 +275,27 @@ def test_loss_and_agreement_equal_a_loop_over_single_blocks(arm, window):
             out = drafter.dflash.forward_blocks(target, taps, x, torch.tensor([[a]]))[0, 0]
             for slot in range(first, S):
                 log_p = target.lm_head(out[slot]).log_softmax(dim=-1)
-                weight = math.exp(-(slot - first) / 3.0)
-                total -= weight * log_p[tokens[b, a + slot]].item()
+                row, weight = own[a + slot - 1], math.exp(-(slot - first) / 3.0)
+                hard = log_p[tokens[b, a + slot]]
+                nats = -hard if labels == "hard" else -(row.softmax(dim=-1) * log_p).sum()
+                total += weight * nats.item()
                 weights += weight
-                agree[slot - first] += (log_p.argmax() == own[a + slot - 1]).float() / (B * N)
+                agree[slot - first] += (log_p.argmax() == row.argmax()).float() / (B * N)
     for hook in hooks:
         hook.remove()
-    result = block_loss(target, mtp, drafter, tokens, anchors, measure=True)
+    result = block_loss(target, mtp, drafter, tokens, anchors, labels, measure=True)
     assert result.loss.item() == pytest.approx(total / weights, rel=1e-10)
     assert result.agreement.tolist() == pytest.approx(agree.tolist(), abs=1e-6)
-    quick = block_loss(target, mtp, drafter, tokens, anchors)
+    quick = block_loss(target, mtp, drafter, tokens, anchors, labels)
     assert torch.equal(quick.loss, result.loss) and not quick.agreement.any()
+
+
+def test_soft_labels_pass_no_gradient_to_the_targets_own_distribution(monkeypatch):
+    target, mtp = small_models()
+    drafter = small_drafter(target.cfg, "dmtp")
+    tokens, anchors = random_tokens(3, T), random_anchors(3, 5)
+    seen = watch(monkeypatch, target, mtp, drafter, tokens, anchors, labels="soft")
+    assert seen.labels.shape == seen.logits.shape and not seen.labels.requires_grad
 
 
 @torch.no_grad()
@@ -312,12 +322,14 @@ def test_agreement_is_one_where_the_proposal_is_the_targets_own_token(arm, monke
 
 
 @every_arm
-def test_every_weight_of_the_drafter_gets_a_gradient_and_no_feature_passes_one_back(arm):
+@pytest.mark.parametrize("labels", dmtp.LABELS)
+def test_every_weight_of_the_drafter_gets_a_gradient_and_no_feature_passes_one_back(arm, labels):
     """Nothing is frozen here, so a gradient could flow; the shared lm_head may hold one until
     load_target freezes it (the drafter's own gradient goes through it)."""
     target, mtp = small_models()
     drafter = small_drafter(target.cfg, arm)
-    block_loss(target, mtp, drafter, random_tokens(3, T), random_anchors(3, 5)).loss.backward()
+    tokens, anchors = random_tokens(3, T), random_anchors(3, 5)
+    block_loss(target, mtp, drafter, tokens, anchors, labels, measure=True).loss.backward()
     reached = {name for name, p in target.named_parameters() if p.grad is not None}
     assert reached <= {"lm_head.weight"}
     assert all(p.grad is None for p in mtp.parameters())

@@ -401,18 +401,24 @@ def test_under_bfloat16_autocast_the_losses_are_standards_bit_for_bit():
 # what the head reads, and what it is trained on
 
 
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("mode", ["standard", "ec"])
-def test_text_0_1_2_3_trains_row_i_of_the_head_on_token_i_plus_2(mode):
+def test_text_0_1_2_3_trains_row_i_of_the_head_on_token_i_plus_2(mode, label_smoothing):
     target, mtp = small_models()
     text = torch.arange(T + 1)[None]
+
+    def loss_of(logits: Tensor, label: int) -> Tensor:
+        nats = -logits.log_softmax(-1)  # (V,); smoothing gives every token an equal share of it
+        return (1 - label_smoothing) * nats[label] + label_smoothing * nats.mean()
+
     next_loss, mtp_loss = [], []
     for i in range(T):
         states, _ = target(text[:, :i + 1])  # x_0 .. x_i and no more
-        next_loss.append(-target.lm_head(states)[0, -1].log_softmax(-1)[i + 1])
+        next_loss.append(loss_of(target.lm_head(states)[0, -1], i + 1))
         if i < T - 1:
             h = mtp(target, states, text[:, 1:i + 2])
-            mtp_loss.append(-target.lm_head(h)[0, -1].log_softmax(-1)[i + 2])
-    losses = target_losses(target, mtp, text, MTPLoss(mode))
+            mtp_loss.append(loss_of(target.lm_head(h)[0, -1], i + 2))
+    losses = target_losses(target, mtp, text, MTPLoss(mode, label_smoothing=label_smoothing))
     torch.testing.assert_close(losses.next_loss, sum(next_loss) / T)
     torch.testing.assert_close(losses.mtp_loss, sum(mtp_loss) / (T - 1))
 

@@ -162,7 +162,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint(run, m
     _, out = run("--stage", "target")
     before = (out / "target.pt").read_bytes()
     nan = torch.tensor(float("nan"), requires_grad=True)
-    monkeypatch.setattr(train, "stage_loss", lambda *a: (nan, {}))
+    monkeypatch.setattr(train, "stage_loss", lambda *a: (nan, {"next_loss": nan.item()}))
     assert run("--stage", "target", "--overwrite")[0] == 1
     assert "at step 0" in capsys.readouterr().err
     assert (out / "target.pt").read_bytes() == before
