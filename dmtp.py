@@ -20,8 +20,8 @@ Source: DMTP, sections 3 to 5 and its two updates (two anchors, zero-initialised
 """
 
 import hashlib
+import io
 import os
-import pickle
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -104,8 +104,9 @@ def block_loss(target: Llama, mtp: MTP, drafter: Drafter, tokens: Tensor, anchor
     labels: hard is the text's token, as in the sources; soft is the target's whole distribution
     for that token, from the same forward pass: what a proposal is verified against is the target.
     `measure` adds the agreement with the target's argmax, given the text before (zeros otherwise).
-    The target and the head only give features; no gradient reaches them.
+    The target and the head only give features and are meant to be frozen.
     """
+    assert labels in LABELS, labels
     draft = drafter.dflash.draft
     rows = torch.arange(tokens.size(0), device=tokens.device)[:, None]  # (B, 1)
     at = slot_positions(anchors, draft.n_slots)                         # (B, N, S)
@@ -145,7 +146,8 @@ def save_checkpoint(path: Path, checkpoint: dict) -> None:
         os.replace(temporary, path)
     except RuntimeError as e:
         reason = str(e).splitlines()[0]
-        raise OSError(f"{path} could not be written ({reason}): is the disk full?") from e
+        raise OSError(f"{path} could not be written ({reason}): is there a folder, and space "
+                      "on the disk?") from e
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -154,9 +156,10 @@ def load_checkpoint(path: Path, kind: str, hint: str) -> dict:
     """The checkpoint at path; ValueError if it is missing, damaged or of another kind."""
     if not path.exists():
         raise ValueError(f"there is no {path}: run {hint}")
+    content = io.BytesIO(path.read_bytes())
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, pickle.UnpicklingError, KeyError, ValueError) as e:
+        checkpoint = torch.load(content, map_location="cpu", weights_only=True)
+    except Exception as e:  # what unpickling foreign bytes raises can be anything
         raise ValueError(f"{path} is not a checkpoint of this project, or was cut short "
                          f"({path.stat().st_size} bytes): make it again with {hint}") from e
     if not isinstance(checkpoint, dict) or checkpoint.get("kind") != kind:

@@ -160,10 +160,10 @@ def stage_loss(stage: Stage, windows: Tensor, recipe: Recipe, step: int,
 
 
 @torch.no_grad()
-def evaluate(stage: Stage, windows: Tensor, batch: int) -> dict[str, float]:
+def evaluate(stage: Stage, windows: Tensor, recipe: Recipe) -> dict[str, float]:
     """The stage's measures on held-out windows, in float32, averaged over parts of equal size."""
     total: dict[str, float] = {}
-    parts = windows.split(min(batch, 16))
+    parts = windows.split(min(recipe.batch, 16))
     for i, part in enumerate(parts):
         if stage.drafter is None:
             losses = target_losses(stage.target, stage.mtp, part, MTPLoss("standard"))
@@ -173,7 +173,7 @@ def evaluate(stage: Stage, windows: Tensor, batch: int) -> dict[str, float]:
             S = stage.drafter.dflash.draft.n_slots
             anchors = sample_anchors(len(part), part.size(1) - 1, S, 0, i).to(part.device)
             result = block_loss(stage.target, stage.mtp, stage.drafter, part[:, :-1], anchors,
-                                measure=True)
+                                recipe.labels, measure=True)
             first = stage.drafter.first
             measures = {"loss": result.loss, "agreement": result.agreement.mean(),
                         **{f"agreement_T{first + k}": a for k, a in enumerate(result.agreement)}}
@@ -216,8 +216,8 @@ def train(stage: Stage, recipe: Recipe, data: prepare.Dataset, path: Path,
     name = path.stem
     for part, tokens in (("train", data.train), ("val", data.val)):
         if len(tokens) <= T:
-            raise ValueError(f"{part} has {len(tokens)} tokens, a window needs {T + 1}: prepare more "
-                             "text, or choose a --size with a shorter window")
+            raise ValueError(f"{part} has {len(tokens)} tokens, a window needs {T + 1}: prepare "
+                             "more text, or choose a --size with a shorter window")
     held_out = eval_batch(data.val, T).to(device)
     optimizers = make_optimizers(stage.trained, recipe)
     first_step = 0
@@ -254,7 +254,7 @@ def train(stage: Stage, recipe: Recipe, data: prepare.Dataset, path: Path,
                 line = {"stage": name, "step": step, **shown, "tokens_per_s": round(speed)}
                 log(path.parent, line)
             if judge:
-                measures = evaluate(stage, held_out, recipe.batch)
+                measures = evaluate(stage, held_out, recipe)
                 refuse_non_finite(measures, step, path)
                 log(path.parent, {"stage": name, "step": step, "eval": measures})
                 bar.write(f"step {step + 1:5d} | " + describe_measures(measures, 4))
@@ -279,8 +279,8 @@ def refuse_non_finite(measures: dict[str, float], step: int, path: Path) -> None
     """ValueError, before anything is saved, if a loss or a measure is infinite or not a number."""
     for name, value in measures.items():
         if not math.isfinite(value):
-            raise ValueError(f"{name} is {value} at step {step}: {path} keeps what was saved before, "
-                             "if anything; try a lower --lr, or --dtype float32")
+            raise ValueError(f"{name} is {value} at step {step}: {path} keeps what was saved "
+                             "before, if anything; try a lower --lr, or --dtype float32")
 
 
 def describe_measures(measures: dict[str, float], digits: int) -> str:
@@ -342,7 +342,7 @@ MEANING = {
     "accept_greedy": "head and verifier have the same argmax",
     "accept_argmax_draft": "the verifier's probability of the head's argmax",
     "kl": "nats, KL(verifier || head)",
-    "loss": "nats, position-decayed cross entropy of the predicted slots",
+    "loss": "nats, position-decayed cross entropy of the predicted slots, against the labels",
     "agreement": "share of proposals equal to the target's argmax, given the text before",
 }
 
@@ -371,8 +371,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--batch", type=int, metavar="N", help="windows a step, in both stages")
     add("--lr", type=float, metavar="F",
         help="peak learning rate of the hidden matrices, in both stages")
-    add("--labels", choices=LABELS, default="hard",
-        help="of the drafter: the text's tokens, or the target's distributions (default hard)")
+    add("--labels", choices=LABELS, default="soft",
+        help="of the drafter: the target's distributions (soft, the default) or, as in the "
+             "sources, the text's tokens (hard)")
     add("--optimizer", choices=["muon", "adamw"], default="muon", help="default muon")
     add("--seed", type=int, default=1337, metavar="N",
         help="of weights, batches and anchors (default 1337)")
