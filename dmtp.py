@@ -132,7 +132,22 @@ def block_loss(target: Llama, mtp: MTP, drafter: Drafter, tokens: Tensor, anchor
 
 
 # ----------------------------------------------------------------------------------------------
-# checkpoints: plain types and tensors only, so that they load with weights_only
+# devices; checkpoints: plain types and tensors only, so that they load with weights_only
+
+
+def pick_device(wanted: str | None) -> torch.device:
+    """The device to use, by default a GPU where there is one; ValueError if it is not here."""
+    try:
+        device = torch.device(wanted or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device is {wanted!r}, allowed: cpu, cuda, cuda:N")
+    n = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= n:
+        raise ValueError(f"--device is {wanted!r}, but torch sees {n} CUDA devices: "
+                         "use --device cpu")
+    return device
 
 
 def save_checkpoint(path: Path, checkpoint: dict) -> None:
@@ -180,10 +195,14 @@ def load_target(out: Path) -> tuple[Llama, MTP, dict]:
     """Target, head and the rest of out/target.pt, on the CPU in float32."""
     hint = f"python train.py --ec-mtp --out {out}"
     checkpoint = load_checkpoint(out / "target.pt", "target", hint)
-    cfg = Config(**checkpoint["config"])
-    target, mtp = Llama(cfg), MTP(cfg)
-    target.load_state_dict(checkpoint["target"])
-    mtp.load_state_dict(checkpoint["mtp"])
+    try:
+        cfg = Config(**checkpoint["config"])
+        target, mtp = Llama(cfg), MTP(cfg)
+        target.load_state_dict(checkpoint["target"])
+        mtp.load_state_dict(checkpoint["mtp"])
+    except (KeyError, TypeError, RuntimeError) as e:
+        raise ValueError(f"{out / 'target.pt'} was made by other code ({type(e).__name__}): make "
+                         f"it again with {hint} --overwrite") from e
     return target.requires_grad_(False), mtp.requires_grad_(False), checkpoint
 
 
@@ -193,14 +212,18 @@ def load_drafter(out: Path, name: str, cfg: Config,
     hint = f"python train.py --stage drafter --drafter {name} --out {out}"
     path = out / f"{name}.pt"
     checkpoint = load_checkpoint(path, "drafter", hint)
-    if checkpoint["target_fingerprint"] != target_fingerprint:
-        raise ValueError(f"{path} was trained for target {checkpoint['target_fingerprint']}, but "
+    wanted = checkpoint.get("target_fingerprint")
+    if wanted != target_fingerprint:
+        raise ValueError(f"{path} was trained for target {wanted}, but "
                          f"{out / 'target.pt'} is {target_fingerprint}: train it again with "
                          f"{hint} --overwrite")
-    draft = checkpoint["draft_config"]
-    draft = DraftConfig(**{**draft, "tap_layers": tuple(draft["tap_layers"])})
-    drafter = Drafter(cfg, draft, Arm(tuple(checkpoint["anchors"]), checkpoint["injection"], name))
-    drafter.load_state_dict(checkpoint["drafter"])
+    try:
+        arm = Arm(tuple(checkpoint["anchors"]), checkpoint["injection"], name)
+        drafter = Drafter(cfg, DraftConfig(**checkpoint["draft_config"]), arm)
+        drafter.load_state_dict(checkpoint["drafter"])
+    except (KeyError, TypeError, RuntimeError) as e:
+        raise ValueError(f"{path} was made by other code ({type(e).__name__}): make it again with "
+                         f"{hint} --overwrite") from e
     return drafter.requires_grad_(False), checkpoint
 
 

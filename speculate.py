@@ -34,7 +34,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,7 +44,7 @@ from torch import Tensor
 
 from data import prepare
 from dflash import slot_positions
-from dmtp import ARMS, Drafter, load_drafter, load_target
+from dmtp import ARMS, Drafter, load_drafter, load_target, pick_device
 from model import MAX_SLOTS, Llama, new_cache
 from mtp import MTP
 
@@ -345,6 +345,7 @@ class Emission(NamedTuple):
     tokens: list[int]
     n_accept: int
     overshoot: int  # accepted proposals and the target's token that the stops cut off
+    ended: bool     # the row has reached its end
 
 
 def bucket(rows: int, length: int) -> int:
@@ -374,8 +375,8 @@ def generate(m: Machine, prompts: list[list[int]], n_new: int, seed: int = 0,
     pos = [len(p) for p in prompts]
     limit = [min(len(p) + n_new, context) - 1 for p in prompts]
     pending = s.block[:, 0].tolist()
-    yield [Emission(row, [token], -1, 0) for row, token in enumerate(pending)]
     live = [pos[row] < limit[row] and pending[row] != m.eot for row in range(len(prompts))]
+    yield [Emission(row, [pending[row]], -1, 0, not live[row]) for row in range(len(prompts))]
     steps = round_steps(m)
     while any(live):
         m = replace(m, kv_len=bucket(max(pos) + m.n_slots, length))
@@ -387,9 +388,10 @@ def generate(m: Machine, prompts: list[list[int]], n_new: int, seed: int = 0,
                 continue
             first_eot = choice.index(m.eot) if m.eot in choice else m.n_slots
             n_accept = min(n_accept, first_eot + 1)
-            emissions.append(Emission(row, choice[:count], n_accept, n_accept + 1 - count))
             pos[row] += count
             live[row] = pos[row] < limit[row] and choice[count - 1] != m.eot
+            emissions.append(Emission(row, choice[:count], n_accept, n_accept + 1 - count,
+                                      not live[row]))
         yield emissions
 
 
@@ -535,46 +537,53 @@ def proposer(m: Machine, slot: int) -> str:
 class Screen:
     """Prints texts as they are accepted, whole characters only.
 
-    Of several rows the first unfinished one streams, and later ones wait for their turn.
+    Of several rows the first that has not ended streams, and later ones wait for their turn.
     """
 
     def __init__(self, m: Machine, encoding, prompts: list[str], color: bool):
         self.m, self.encoding, self.prompts, self.color = m, encoding, prompts, color
         self.waiting: list[list[str]] = [[] for _ in prompts]
         self.decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in prompts]
-        self.row = -1
+        self.ended = [False] * len(prompts)
+        self.row = 0
+        self.show_prompt()
 
     def paint(self, text: str, who: str) -> str:
-        if not self.color or not text:
-            return text
         # a model may write control characters; a terminal must not obey them
         text = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
-        return f"{COLORS[who]}{text}{RESET}"
+        return f"{COLORS[who]}{text}{RESET}" if self.color and text else text
 
     def add(self, emissions: list[Emission]) -> None:
         for e in emissions:
+            waiting, decoder = self.waiting[e.row], self.decoders[e.row]
             for j, token in enumerate(e.tokens):
                 who = proposer(self.m, j + 1) if j < e.n_accept else "target"
                 if token == self.encoding.eot_token:
-                    self.waiting[e.row].append(self.paint("<|endoftext|>", who))
+                    text = decoder.decode(b"", final=True) + "<|endoftext|>"
                 else:
-                    raw = self.encoding.decode_single_token_bytes(token)
-                    piece = self.decoders[e.row].decode(raw)
-                    self.waiting[e.row].append(self.paint(piece, who))
-        self.flush()
+                    text = decoder.decode(self.encoding.decode_single_token_bytes(token))
+                waiting.append(self.paint(text, who))
+            if e.ended:
+                waiting.append(decoder.decode(b"", final=True))
+                self.ended[e.row] = True
+        self.show()
 
-    def flush(self, finished: bool = False) -> None:
-        """Print what may be printed: of the current row, or of all rows once they are finished."""
-        for row in range(max(self.row, 0), len(self.prompts) if finished else 1):
-            if row != self.row:
-                self.row = row
-                n = len(self.prompts)
-                title = f"\n--- prompt {row + 1} of {n}\n" if n > 1 else ""
-                print(title + self.paint(self.prompts[row], "prompt"), end="")
-            if finished:
-                self.waiting[row].append(self.decoders[row].decode(b"", final=True))
-            print("".join(self.waiting[row]), end="\n" if finished else "", flush=True)
-            self.waiting[row].clear()
+    def show(self) -> None:
+        """Print what the row in turn has, and go on to the next one where it has ended."""
+        while self.row < len(self.prompts):
+            print("".join(self.waiting[self.row]), end="", flush=True)
+            self.waiting[self.row].clear()
+            if not self.ended[self.row]:
+                return
+            print()
+            self.row += 1
+            self.show_prompt()
+
+    def show_prompt(self) -> None:
+        n = len(self.prompts)
+        if self.row < n:
+            title = f"\n--- prompt {self.row + 1} of {n}\n" if n > 1 else ""
+            print(title + self.paint(self.prompts[self.row], "prompt"), end="", flush=True)
 
 
 def bars(histogram: list[int]) -> str:
@@ -626,14 +635,16 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
              f"--mtp-steps is {args.mtp_steps}, allowed: 1 to {MAX_SLOTS - 1}"),
             (args.max_new_tokens < 0,
              f"--max-new-tokens is {args.max_new_tokens}, it must not be negative"),
-            (not 0 <= args.temperature < math.inf,
-             f"--temperature is {args.temperature}, it must be 0 or more"),
+            (args.temperature != 0 and not 1e-3 <= args.temperature < math.inf,
+             f"--temperature is {args.temperature}, allowed: 0 (greedy), or 0.001 and more"),
             (args.top_k < 0, f"--top-k is {args.top_k}, allowed: 0 (off) or more"),
             (not 0 < args.top_p <= 1,
              f"--top-p is {args.top_p}, allowed: above 0, at most 1 (off)"),
             (not 0 <= args.seed < 2 ** 63, f"--seed is {args.seed}, allowed: 0 to 2^63 - 1"),
             (args.threads is not None and args.threads < 1,
              f"--threads is {args.threads}, it must be positive"),
+            (args.bench and args.max_new_tokens < 2,
+             f"--max-new-tokens is {args.max_new_tokens}, --bench needs 2 or more"),
             (args.n_prompts < 1 or args.batch < 1, "--n-prompts and --batch must be positive")):
         if bad:
             parser.error(message)
@@ -659,17 +670,12 @@ def load_machine(name: str, args: argparse.Namespace, target: Llama, mtp: MTP,
 
 def open_target(args: argparse.Namespace) -> tuple[Llama, MTP, dict]:
     """Target and head on the device, in the dtype asked for."""
-    name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if name.split(":")[0] not in ("cpu", "cuda"):
-        raise ValueError(f"--device is {name!r}, allowed: cpu, cuda, cuda:N")
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"--device is {name!r}, but this torch sees no CUDA device: "
-                         "use --device cpu")
+    device = pick_device(args.device)
     if args.threads:
         torch.set_num_threads(args.threads)
     target, mtp, checkpoint = load_target(args.out)
     dtype = getattr(torch, args.dtype)
-    return target.to(name, dtype), mtp.to(name, dtype), checkpoint
+    return target.to(device, dtype), mtp.to(device, dtype), checkpoint
 
 
 def run_prompt(args: argparse.Namespace) -> int:
@@ -688,7 +694,9 @@ def run_prompt(args: argparse.Namespace) -> int:
     for emissions in generate(m, *settings):
         tally.add(emissions)
         screen.add(emissions)
-    screen.flush(finished=True)
+    if args.max_new_tokens == 0:
+        screen.ended = [True] * len(prompts)
+        screen.show()
     status = print_check(plain, args, prompts, tally, m.n_slots) if args.check else 0
     if sum(tally.total()) and m.n_slots > 1:
         print_acceptance(m, args, tally)
@@ -703,7 +711,7 @@ def print_acceptance(m: Machine, args: argparse.Namespace, tally: Tally) -> None
     drafts = "coupled" if m.coupled else "argmax drafts"
     mode = "greedy" if m.sampling.greedy else f"T = {args.temperature:g}, {drafts}"
     print(f"\n{args.drafter}, {mode}: {n_tokens} tokens, {sum(histogram)} verification rounds, "
-          f"{tally.overshoot} accepted beyond a stop")
+          f"{tally.overshoot} tokens cut off by a stop")
     print(f"  acceptance length  {acceptance_length(histogram):5.2f}   "
           "tokens a round: the accepted proposals, and one of the target")
     print(f"  first-token        {1 - histogram[0] / sum(histogram):5.2f}   "
@@ -769,12 +777,14 @@ def bench_row(m: Machine, plain: Machine, prompts: list[list[int]],
             tally.histogram += new.histogram
             tally.seconds += new.seconds
             tally.round_tokens += new.round_tokens
+            tally.overshoot += new.overshoot
     histogram = total.total()
     lengths = [acceptance_length(h) for h in total.histogram if sum(h)]
     plain_speed, speed = (t.round_tokens / t.seconds for t in (base, total))
     return {"temperature": args.temperature, "coupled": m.coupled, "batch": args.batch,
             "prompts": len(prompts), "new_tokens": sum(map(len, total.texts)),
-            "histogram": histogram, "acceptance_length": acceptance_length(histogram),
+            "histogram": histogram, "overshoot": total.overshoot,
+            "acceptance_length": acceptance_length(histogram),
             "per_request_length": statistics.mean(lengths),
             "first_token_acceptance": 1 - histogram[0] / sum(histogram),
             "distinct_4gram": distinct_4grams(total.texts), "texts_that_differ": differ,
@@ -817,7 +827,7 @@ def run_bench(args: argparse.Namespace) -> int:
     temporary = args.out / "bench.json.tmp"
     temporary.write_text(json.dumps(rows, indent=1))
     temporary.replace(args.out / "bench.json")
-    return 0
+    return int(args.dtype == "float64" and any(row["texts_that_differ"] for row in rows))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -28,7 +28,7 @@ from tqdm import tqdm
 from data import prepare
 from dflash import draft_preset, sample_anchors
 from dmtp import (ARMS, LABELS, Drafter, block_loss, drafter_checkpoint, load_checkpoint,
-                  load_target, save_checkpoint, target_checkpoint)
+                  load_target, pick_device, save_checkpoint, target_checkpoint)
 from model import SIZES, Llama, preset
 from mtp import LOSSES, MTP, MTPLoss, check_cancels, draft_quality, target_losses
 
@@ -132,6 +132,10 @@ class Stage:
     mtp_loss: MTPLoss
     drafter: Drafter | None
 
+    def __post_init__(self):
+        if self.mtp_loss.mode == "ec":
+            check_cancels(self.target, self.mtp)
+
     @property
     def trained(self) -> list[nn.Module]:
         return [self.target, self.mtp] if self.drafter is None else [self.drafter]
@@ -161,9 +165,9 @@ def stage_loss(stage: Stage, windows: Tensor, recipe: Recipe, step: int,
 
 @torch.no_grad()
 def evaluate(stage: Stage, windows: Tensor, recipe: Recipe) -> dict[str, float]:
-    """The stage's measures on held-out windows, in float32, averaged over parts of equal size."""
+    """The stage's measures on held-out windows, in float32, averaged over the windows."""
     total: dict[str, float] = {}
-    parts = windows.split(min(recipe.batch, 16))
+    parts = windows.split(16)
     for i, part in enumerate(parts):
         if stage.drafter is None:
             losses = target_losses(stage.target, stage.mtp, part, MTPLoss("standard"))
@@ -243,8 +247,10 @@ def train(stage: Stage, recipe: Recipe, data: prepare.Dataset, path: Path,
                 loss, shown = stage_loss(stage, windows, recipe, step, measure)
             refuse_non_finite(shown, step, path)
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(parameters, recipe.clip)
+            norm = torch.nn.utils.clip_grad_norm_(parameters, recipe.clip)
             optimizer_step(optimizers, get_lr(step, recipe), on_cpu=device.type == "cpu")
+            if measure and device.type == "cuda":
+                torch.cuda.synchronize()
             seconds += time.perf_counter() - t0
             bar.update()
             if measure:
@@ -259,6 +265,7 @@ def train(stage: Stage, recipe: Recipe, data: prepare.Dataset, path: Path,
                 log(path.parent, {"stage": name, "step": step, "eval": measures})
                 bar.write(f"step {step + 1:5d} | " + describe_measures(measures, 4))
             if judge or ctrl_c.asked:
+                refuse_non_finite({"loss": loss.item(), "gradient norm": norm.item()}, step, path)
                 training = {"step": step + 1, "optimizers": [o.state_dict() for o in optimizers]}
                 save_checkpoint(path, state | weights(stage, state) | {
                     "training": {} if last else training, "eval": measures})
@@ -293,8 +300,12 @@ def start_log(out: Path, name: str, step: int) -> None:
     """Drop from out/log.jsonl what a stage wrote at `step` or later: it will be written again."""
     path = out / "log.jsonl"
     if path.exists():
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-        kept = [line for line in lines if line["stage"] != name or line["step"] < step]
+        try:
+            lines = [json.loads(line) for line in path.read_text().splitlines()]
+            kept = [line for line in lines if line["stage"] != name or line["step"] < step]
+        except (ValueError, KeyError, TypeError) as e:
+            raise ValueError(f"{path} has a line that is not of this project, or was cut short: "
+                             "move the file away") from e
         temporary = path.with_name(path.name + ".tmp")
         temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
         os.replace(temporary, path)
@@ -320,14 +331,14 @@ class Defaults:
 # tiny: the best of what was tried in the same time on two cores (README, "How the defaults were
 # found"). The other sizes: the sources' batch, 20 tokens a parameter, and not tuned
 TARGET_DEFAULTS = {
-    "tiny": Defaults(steps=400, batch=8, lr_muon=0.02, lr_adamw=0.003),
+    "tiny": Defaults(steps=360, batch=8, lr_muon=0.02, lr_adamw=0.003),
     "6m": Defaults(steps=3600, batch=64, lr_muon=0.01, lr_adamw=0.002),
     "10m": Defaults(steps=6500, batch=64, lr_muon=0.01, lr_adamw=0.0015),
     "28m": Defaults(steps=17000, batch=64, lr_muon=0.01, lr_adamw=0.001),
     "59m": Defaults(steps=36000, batch=64, lr_muon=0.01, lr_adamw=0.0008),
 }
 DRAFTER_DEFAULTS = {
-    "tiny": Defaults(steps=500, batch=16, lr_muon=0.01, lr_adamw=0.003),
+    "tiny": Defaults(steps=440, batch=8, lr_muon=0.02, lr_adamw=0.003),
     "6m": Defaults(steps=3000, batch=64, lr_muon=0.01, lr_adamw=0.001),
     "10m": Defaults(steps=3000, batch=64, lr_muon=0.01, lr_adamw=0.001),
     "28m": Defaults(steps=6000, batch=64, lr_muon=0.01, lr_adamw=0.0006),
@@ -387,20 +398,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         value = getattr(args, name)
         if value is not None and value <= 0:
             parser.error(f"--{name.replace('_', '-')} is {value}: it must be positive")
+    if not 0 <= args.seed < 2 ** 63:
+        parser.error(f"--seed is {args.seed}, allowed: 0 to 2^63 - 1")
     return args
-
-
-def pick_device(wanted: str | None) -> torch.device:
-    """The device to use; ValueError if the wanted one is not here."""
-    try:
-        device = torch.device(wanted or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError:
-        raise ValueError(f"--device is {wanted!r}, allowed: cpu, cuda, cuda:N") from None
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"--device is {wanted!r}, allowed: cpu, cuda, cuda:N")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device is {wanted!r}, but torch sees no CUDA device: use --device cpu")
-    return device
 
 
 def open_data(name: str | None) -> tuple[str, prepare.Dataset]:
@@ -409,8 +409,9 @@ def open_data(name: str | None) -> tuple[str, prepare.Dataset]:
     if name is None and (root / "fineweb-edu" / "meta.json").exists():
         name = "fineweb-edu"
     if name in (None, "stdlib"):
-        prepare.prepare_stdlib(root / "stdlib")
         name = "stdlib"
+        if not (root / name / "meta.json").exists():
+            prepare.prepare_stdlib(root / name)
     return name, prepare.load(name)
 
 
@@ -429,9 +430,11 @@ def earlier_run(path: Path, kind: str, settings: dict, args: argparse.Namespace)
     if not path.exists() or (args.overwrite and not args.resume):
         return {}
     checkpoint = load_checkpoint(path, kind, f"python train.py --overwrite --out {path.parent}")
-    there = checkpoint["settings"]
+    there = checkpoint.get("settings", {})
     differ = [f"{k} {there.get(k)} (there) / {settings.get(k)} (asked)"
               for k in sorted(there.keys() | settings.keys()) if there.get(k) != settings.get(k)]
+    if differ and args.overwrite:
+        return {}
     if differ:
         raise ValueError(f"{path} holds another {kind}: {', '.join(differ)}. "
                          "Choose another --out, the same settings, or --overwrite")
@@ -463,13 +466,14 @@ def run_target(args: argparse.Namespace, data: prepare.Dataset, device: torch.de
         return
     torch.manual_seed(args.seed)
     target, mtp = Llama(cfg), MTP(cfg)
-    check_cancels(target, mtp)
     if state:
         target.load_state_dict(state["target"])
         mtp.load_state_dict(state["mtp"])
     n_target, n_mtp = (sum(p.numel() for p in m.parameters()) for m in (target, mtp))
-    print(f"target    {size}, {n_target / 1e6:.2f}M parameters, and {n_mtp / 1e6:.2f}M of the MTP "
-          f"head, trained with loss {args.mtp_loss}\nrecipe    {describe(recipe, cfg.context)}")
+    why = "" if args.size else " (the default: 10m needs a GPU and 8192 tokens)"
+    print(f"target    {size}{why}, {n_target / 1e6:.2f}M parameters, and {n_mtp / 1e6:.2f}M of the "
+          f"MTP head, trained with loss {args.mtp_loss}")
+    print(f"recipe    {describe(recipe, cfg.context)}")
     stage = Stage(target.to(device), mtp.to(device), mtp_loss, drafter=None)
     start = time.perf_counter()
     state = state or {"settings": settings, "size": size, "data": args.data,
@@ -541,7 +545,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {e}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as e:
-        words = [w for w in (sys.argv[1:] if argv is None else argv) if w != "--overwrite"]
+        words = sys.argv[1:] if argv is None else argv
         again = shlex.join(["python", "train.py", *words, *["--resume"][:"--resume" not in words]])
         print(f"\n{e or 'stopped'}. Go on with: {again}", file=sys.stderr)
         return 130

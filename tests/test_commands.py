@@ -61,9 +61,10 @@ def test_every_drafter_streams_text_and_passes_the_check(run, drafter, temperatu
 
 
 def test_printed_text_is_the_same_for_every_drafter(run):
-    outs = [run("--prompt", "x", "--drafter", drafter, "--dtype", "float64")[1]
-            for drafter in ("mtp", "dflash", "dmtp")]
-    texts = {out.rsplit("\n\n", 1)[0].rsplit("tokens/s")[0] for out in outs}
+    flags = ["--prompt", "x", "--dtype", "float64", "--no-color", "--ignore-eos", "--drafter"]
+    outs = [run(*flags, drafter)[1] for drafter in ("none", "mtp", "dflash", "dmtp")]
+    texts = {out.split("tokens/s  plain")[0].split("\n\n" + name)[0].rstrip("\n")
+             for out, name in zip(outs, ("none", "mtp", "dflash", "dmtp"))}
     assert len(texts) == 1
 
 
@@ -94,6 +95,7 @@ def test_a_mismatch_exits_non_zero_and_names_the_token(run, monkeypatch):
      ["nowhere/target.pt", "python train.py --ec-mtp"]),
     (["--prompt", "x " * 400], ["the context is 100", "shorten"]),
     (["--prompt", "x", "--device", "tpu"], ["cpu, cuda"]),
+    (["--prompt", "x", "--device", "cuda:99"], ["CUDA devices", "--device cpu"]),
     (["--bench", "--n-prompts", "5000"], ["ask for fewer"])])
 def test_mistakes_end_in_one_line_that_says_what_to_do(run, flags, words):
     status, _, error = run(*flags)
@@ -204,41 +206,44 @@ def screen(encoding, prompts: list[str], color: bool = False) -> Screen:
 def test_characters_are_never_printed_in_halves(encoding, capsys):
     shown, s = "", screen(encoding, ["x"])
     for byte in "é🙂!".encode():
-        s.add([Emission(0, [byte], 0, 0)])
+        s.add([Emission(0, [byte], 0, 0, False)])
         shown += capsys.readouterr().out
         assert "\ufffd" not in shown
     assert shown == "xé🙂!"
-    s.add([Emission(0, [0xF0], 0, 0)])
+    s.add([Emission(0, [0xF0], 0, 0, False)])
     assert capsys.readouterr().out == ""
-    s.flush(finished=True)
-    assert capsys.readouterr().out == "\ufffd\n"  # what stays half at the end is shown as such
+    s.add([Emission(0, [256], 0, 0, True)])  # what stays half at the end is shown as such
+    assert capsys.readouterr().out == "\ufffd<|endoftext|>\n"
 
 
 def test_tokens_are_coloured_by_who_proposed_them(encoding, capsys):
     s = screen(encoding, ["x"], color=True)
-    s.add([Emission(0, list(b"a"), -1, 0)])
-    s.add([Emission(0, list(b"bcd"), 2, 0)])
+    s.add([Emission(0, list(b"a"), -1, 0, False)])
+    s.add([Emission(0, list(b"bcd"), 2, 0, False)])
     paint = {who: f"{code}{{}}{speculate.RESET}" for who, code in speculate.COLORS.items()}
     shown = ("prompt", "x"), ("target", "a"), ("mtp", "b"), ("dflash", "c"), ("target", "d")
     assert capsys.readouterr().out == "".join(paint[who].format(text) for who, text in shown)
 
 
-def test_a_terminal_does_not_obey_control_characters_of_the_model(encoding, capsys):
-    s = screen(encoding, ["x"], color=True)
-    s.add([Emission(0, list(b"\x1b[2J\n"), 0, 0)])
+@pytest.mark.parametrize("color", [False, True])
+def test_a_terminal_does_not_obey_control_characters_of_the_model(encoding, capsys, color):
+    s = screen(encoding, ["x"], color)
+    s.add([Emission(0, list(b"\x1b[2J\n"), 0, 0, False)])
     out = capsys.readouterr().out
     assert "\x1b[2J" not in out and "\ufffd" in out and "\n" in out
 
 
-def test_later_rows_wait_for_their_turn(encoding, capsys):
-    s = screen(encoding, ["A", "B"])
-    s.add([Emission(1, list(b"22"), 0, 0), Emission(0, list(b"11"), 0, 0)])
-    assert "22" not in (first := capsys.readouterr().out) and "11" in first
-    s.flush(finished=True)
-    assert "B22" in capsys.readouterr().out
+def test_the_first_row_that_has_not_ended_streams_and_later_ones_wait(encoding, capsys):
+    s = screen(encoding, ["A", "B", "C"])
+    s.add([Emission(1, list(b"22"), 0, 0, True), Emission(0, list(b"11"), 0, 0, False)])
+    assert capsys.readouterr().out.endswith("A11")
+    s.add([Emission(0, list(b"1"), 0, 0, True)])
+    assert capsys.readouterr().out == "1\n\n--- prompt 2 of 3\nB22\n\n--- prompt 3 of 3\nC"
+    s.add([Emission(2, list(b"3"), 0, 0, False)])
+    assert capsys.readouterr().out == "3"
 
 
-def test_every_flag_of_help_exists_and_one_of_prompt_or_bench_is_needed(capsys):
+def test_help_names_the_main_flags_and_one_of_prompt_or_bench_is_needed(capsys):
     with pytest.raises(SystemExit) as stop:
         speculate.main([])
     assert stop.value.code == 2

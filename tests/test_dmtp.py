@@ -17,8 +17,8 @@ from torch import Tensor
 
 import dmtp
 from dflash import DraftConfig
-from dmtp import (ARMS, Drafter, block_loss, drafter_checkpoint, fingerprint, load_checkpoint,
-                  load_drafter, load_target, save_checkpoint, target_checkpoint)
+from dmtp import (ARMS, Drafter, block_loss, drafter_checkpoint, fingerprint, load_drafter,
+                  load_target, save_checkpoint, target_checkpoint)
 from model import Llama, new_cache
 from mtp import MTP
 from speculate import Machine, Sampling, draft_step, new_state, noise_step, prefill, t1_step

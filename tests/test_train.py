@@ -85,13 +85,7 @@ def test_a_stopped_and_resumed_run_gives_the_losses_and_weights_of_an_uninterrup
         run, monkeypatch, capsys, flags):
     status, whole = run(*flags, out="whole")
     assert status == 0
-    calls = []
-
     class StopAfter3(train.CtrlC):
-        def __exit__(self, *exception):
-            calls.append(1)
-            super().__exit__(*exception)
-
         asked = property(lambda self: sum(lr_calls) >= 3, lambda self, value: None)
 
     lr_calls = []
@@ -193,8 +187,40 @@ def test_a_missing_gpu_is_one_line(run, capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
+def test_labels_and_size_are_settings_that_a_checkpoint_keeps(run, capsys):
+    _, out = run("--size", "tiny", "--labels", "hard")
+    assert "--labels" not in capsys.readouterr().err
+    assert run("--size", "tiny", "--labels", "soft")[0] == 1
+    assert "labels hard (there) / soft (asked)" in capsys.readouterr().err
+    assert torch.load(out / "target.pt", weights_only=True)["settings"]["size"] == "tiny"
+
+
+def test_overwrite_and_resume_together_go_on_with_an_interrupted_overwriting(run, monkeypatch):
+    run()
+    lr, steps = train.get_lr, []
+    monkeypatch.setattr(train, "get_lr", lambda step, r: steps.append(step) or lr(step, r))
+
+    class StopAfter3(train.CtrlC):
+        asked = property(lambda self: len(steps) == 3, lambda self, value: None)
+
+    monkeypatch.setattr(train, "CtrlC", StopAfter3)
+    assert run("--seed", "5", "--overwrite")[0] == 130
+    assert run("--seed", "5", "--overwrite", "--resume")[0] == 0
+    assert steps == list(range(8)) * 2  # the target in two parts, and its drafter
+
+
+def test_a_damaged_log_is_named_in_one_line(run, capsys):
+    _, out = run("--stage", "target")
+    with open(out / "log.jsonl", "a") as f:
+        f.write('{"stage": "tar')
+    assert run("--stage", "target", "--overwrite")[0] == 1
+    error = capsys.readouterr().err
+    assert "log.jsonl" in error and error.count("\n") == 1
+
+
 @pytest.mark.parametrize("flags, word", [
-    (["--device", "tpu"], "cpu, cuda"), (["--data", "no-such"], "prepare.py"),
+    (["--device", "tpu"], "cpu, cuda"), (["--device", "cpu:x"], "cpu, cuda"),
+    (["--data", "no-such"], "prepare.py"),
     (["--stage", "drafter"], "train.py")])
 def test_mistakes_end_in_one_line_that_says_what_to_do(run, capsys, flags, word):
     assert run(*flags, out="empty")[0] == 1
@@ -202,7 +228,8 @@ def test_mistakes_end_in_one_line_that_says_what_to_do(run, capsys, flags, word)
     assert word in error and error.count("\n") == 1
 
 
-@pytest.mark.parametrize("flags", [["--steps", "0"], ["--lr", "-1"], ["--drafter", "x"],
+@pytest.mark.parametrize("flags", [["--steps", "0"], ["--lr", "-1"], ["--seed", "-1"],
+                                   ["--drafter", "x"],
                                    ["--mtp-loss", "x"], ["--ec-mtp", "--mtp-loss", "kl"]])
 def test_bad_flags_are_refused_before_anything_runs(flags, capsys):
     with pytest.raises(SystemExit) as stop:
