@@ -351,13 +351,13 @@ def test_seeds_requests_and_positions_draw_different_texts(small):
     assert len({tuple(t) for t in same_prompt}) == 3
 
 
-def test_coupled_drafts_hit_more_often_than_argmax_drafts_at_temperature_one(trained):
+def test_coupled_drafts_hit_more_often_than_argmax_drafts_where_much_is_left_to_chance(trained):
     target, mtp, drafters, prompts = trained
     for method in ("mtp x 4", "dflash", "dmtp"):
         m = machine(method, target, mtp, drafters)
-        runs = [decode(replace(m, coupled=c), prompts * 4, 90, 0, 1.0) for c in (True, False)]
+        runs = [decode(replace(m, coupled=c), prompts * 4, 90, 0, 2.0) for c in (True, False)]
         coupled, argmax = (acceptance_length(tally.total()) for tally in runs)
-        assert coupled > argmax
+        assert coupled > 1.1 * argmax
 
 
 # ----------------------------------------------------------------------------------------------
