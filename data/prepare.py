@@ -22,6 +22,7 @@ import sys
 import sysconfig
 import time
 from collections import Counter, defaultdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -263,7 +264,7 @@ def prepare(root: Path, paths: list[str], out: Path, settings: dict) -> dict:
     partial.mkdir(parents=True, exist_ok=True)
     try:
         meta = {"name": out.name, "source": settings["source"], "settings": settings,
-                "python": platform.python_version(), "tiktoken": tiktoken.__version__}
+                "python": platform.python_version(), "tiktoken": version("tiktoken")}
         meta |= build(root, paths, partial, settings["vocab_size"])
         meta["digests"] = digests(partial)
         (partial / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
@@ -280,8 +281,8 @@ def prepare_stdlib(out: Path, vocab_size: int = 2048) -> dict:
     """The meta of folder out, made from this Python's library unless it is there and right."""
     if not 257 <= vocab_size <= 65536:
         raise ValueError(f"--vocab is {vocab_size}, allowed is 257..65536, as ids are uint16")
-    version = platform.python_version()
-    settings = {"source": f"the .py files of the Python {version} library, without its tests",
+    python = platform.python_version()
+    settings = {"source": f"the .py files of the Python {python} library, without its tests",
                 "vocab_size": vocab_size, "pattern": PATTERN, "seed": SEED,
                 "val_percent": VAL_PERCENT, "skip_folders": SKIP_FOLDERS}
     # a run that was killed leaves this behind
