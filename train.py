@@ -324,25 +324,26 @@ def log(out: Path, line: dict) -> None:
 class Defaults:
     steps: int
     batch: int
-    lr_muon: float
-    lr_adamw: float
+    lr_muon: float   # of the hidden matrices
+    lr_rest: float   # of embeddings, lm_head and norms beside Muon
+    lr_adamw: float  # of everything, without Muon
 
 
 # tiny: the best of what was tried in the same time on two cores (README, "How the defaults were
 # found"). The other sizes: the sources' batch, 20 tokens a parameter, and not tuned
 TARGET_DEFAULTS = {
-    "tiny": Defaults(steps=360, batch=8, lr_muon=0.02, lr_adamw=0.003),
-    "6m": Defaults(steps=3600, batch=64, lr_muon=0.01, lr_adamw=0.002),
-    "10m": Defaults(steps=6500, batch=64, lr_muon=0.01, lr_adamw=0.0015),
-    "28m": Defaults(steps=17000, batch=64, lr_muon=0.01, lr_adamw=0.001),
-    "59m": Defaults(steps=36000, batch=64, lr_muon=0.01, lr_adamw=0.0008),
+    "tiny": Defaults(steps=360, batch=8, lr_muon=0.02, lr_rest=0.06, lr_adamw=0.003),
+    "6m": Defaults(steps=3600, batch=64, lr_muon=0.01, lr_rest=0.01, lr_adamw=0.002),
+    "10m": Defaults(steps=6500, batch=64, lr_muon=0.01, lr_rest=0.01, lr_adamw=0.0015),
+    "28m": Defaults(steps=17000, batch=64, lr_muon=0.01, lr_rest=0.01, lr_adamw=0.001),
+    "59m": Defaults(steps=36000, batch=64, lr_muon=0.01, lr_rest=0.01, lr_adamw=0.0008),
 }
 DRAFTER_DEFAULTS = {
-    "tiny": Defaults(steps=440, batch=8, lr_muon=0.02, lr_adamw=0.003),
-    "6m": Defaults(steps=3000, batch=64, lr_muon=0.01, lr_adamw=0.001),
-    "10m": Defaults(steps=3000, batch=64, lr_muon=0.01, lr_adamw=0.001),
-    "28m": Defaults(steps=6000, batch=64, lr_muon=0.01, lr_adamw=0.0006),
-    "59m": Defaults(steps=6000, batch=64, lr_muon=0.01, lr_adamw=0.0006),
+    "tiny": Defaults(steps=440, batch=8, lr_muon=0.02, lr_rest=0.01, lr_adamw=0.003),
+    "6m": Defaults(steps=3000, batch=64, lr_muon=0.01, lr_rest=0.01, lr_adamw=0.001),
+    "10m": Defaults(steps=3000, batch=64, lr_muon=0.01, lr_rest=0.01, lr_adamw=0.001),
+    "28m": Defaults(steps=6000, batch=64, lr_muon=0.01, lr_rest=0.01, lr_adamw=0.0006),
+    "59m": Defaults(steps=6000, batch=64, lr_muon=0.01, lr_rest=0.01, lr_adamw=0.0006),
 }
 
 MEANING = {
@@ -421,7 +422,7 @@ def make_recipe(args: argparse.Namespace, defaults: Defaults, steps: int | None,
     muon = args.optimizer == "muon"
     lr = args.lr or (defaults.lr_muon if muon else defaults.lr_adamw)
     return Recipe(steps=steps, batch=args.batch or defaults.batch, optimizer=args.optimizer, lr=lr,
-                  lr_rest=lr / 2 if muon else lr, weight_decay=0.0 if muon else 0.1,
+                  lr_rest=defaults.lr_rest if muon else lr, weight_decay=0.0 if muon else 0.1,
                   warmup=max(1, steps // 20), seed=args.seed, dtype=args.dtype, labels=labels)
 
 
