@@ -23,8 +23,9 @@ def folder(tmp_path_factory):
     (root / "src").mkdir()
     for i in range(40):
         (root / "src" / f"{i}.py").write_text(text[i * 300:], encoding="utf-8")
-    paths = sorted(p.name for p in (root / "src").iterdir())
-    prepare.prepare(root / "src", paths, root / "data", {"source": "tests", "vocab_size": 300})
+    paths = sorted((root / "src").iterdir())
+    source = prepare.Source("tests", lambda: prepare.read_library(paths), {}, val_share=0.12)
+    prepare.prepare_text(root / "data", source, 300)
     tokenizer = prepare.load(root / "data").tokenizer
     target, mtp = (m.float() for m in small_models(cfg=CFG))
     out = root / "out"

@@ -151,15 +151,62 @@ def test_merges_applied_by_hand_equal_tiktoken():
     assert enc.encode_ordinary(text) == naive_encode(text, ranks)
 
 
-def test_split_depends_on_the_path_alone():
-    documents = {f"file_{i}.py": f"text {i}" for i in range(200)}
-    train, val = prepare.split(documents)
-    assert sorted(train + val) == sorted(documents.values())
-    edited = documents | {"file_7.py": "text 7", "more.py": "more"}
-    edited_train, edited_val = prepare.split(edited)
-    assert [text for text in edited_train if text != "more"] == train
-    assert [text for text in edited_val if text != "more"] == val
-    assert 10 < len(val) < 40 and train != sorted(train)
+def source(texts: list[str], val: list[str] | None = None, share: float = 0.05) -> prepare.Source:
+    """A source of documents in memory."""
+    def parts(of: list[str]):
+        return lambda: (part for text in of for part in prepare.cut(text))
+
+    return prepare.Source("tests", parts(texts), {}, parts(val) if val else None, share)
+
+
+def sides(of: prepare.Source) -> dict[str, str]:
+    """What split gives to each side, with | after every document."""
+    out = {"train": "", "val": ""}
+    for side, part in prepare.split(of, prepare.survey(of)):
+        out[side] += part.text + "|" * part.ends
+    return out
+
+
+def test_split_of_many_documents_depends_on_each_text_alone():
+    texts = [f"text {i}" for i in range(400)]
+    before = sides(source(texts, share=0.1))
+    assert sorted((before["train"] + before["val"])[:-1].split("|")) == sorted(texts)
+    assert 15 < before["val"].count("|") < 70
+    edited = [*texts, "more"]
+    edited[7:7] = ["another", texts[3]]  # a copy goes where the first one went
+    after = sides(source(edited, share=0.1))
+    for side in ("train", "val"):
+        kept = [text for text in after[side].split("|") if text not in ("another", "more")]
+        assert list(dict.fromkeys(kept)) == before[side].split("|")
+        assert (f"{texts[3]}|" in before[side]) == (after[side].count(f"{texts[3]}|") == 2)
+
+
+def test_split_of_few_documents_holds_out_the_tail_as_worked_in_the_docstring():
+    assert sides(source(["abcdef", "gh"], share=0.5)) == {"train": "abcd|", "val": "ef|gh|"}
+
+
+def test_split_of_few_documents_at_every_cut(monkeypatch):
+    monkeypatch.setattr(prepare, "PART_CHARS", 3)
+    texts = ["abcdefgh", "", "ij", "klmnopq"]
+    for n in range(1, 17):
+        found = sides(source(texts, share=n / 17))
+        train, val = found["train"], found["val"]
+        assert (train + val).replace("|", "") == "".join(texts) and len(val.replace("|", "")) == n
+        assert train.endswith("|") and val.endswith("|")
+        # every end of a document stands, and one more where the cut is inside one
+        whole = "|".join(t for t in texts if t) + "|"
+        assert train + val == whole or (train[:-1] + val == whole)
+
+
+def test_named_held_out_text_is_held_out_and_all_else_trained_on():
+    found = sides(source([f"a{i}" for i in range(150)] + [""], val=["x", "", "yz"]))
+    assert found["val"] == "x|yz|" and found["train"].count("|") == 150
+
+
+def test_held_out_text_of_a_long_source_is_capped(monkeypatch):
+    monkeypatch.setattr(prepare, "VAL_CHARS", 40)
+    found = sides(source([f"text {i:04}" for i in range(2000)], share=0.5))
+    assert 0 < found["val"].count("|") < 20
 
 
 def test_folder_holds_the_documents_and_their_counts(library, tmp_path):
@@ -167,13 +214,14 @@ def test_folder_holds_the_documents_and_their_counts(library, tmp_path):
     dataset = prepare.load(tmp_path / "out")
     assert dataset.meta == meta and dataset.train.dtype == np.uint16
     assert (meta["train_tokens"], meta["val_tokens"]) == (len(dataset.train), len(dataset.val))
-    assert meta["train_documents"] + meta["val_documents"] == 40 and meta["skipped_files"] == 2
+    assert meta["train_documents"] + meta["val_documents"] == 41 and meta["empty_documents"] == 2
     assert meta["digests"]["val.bin"] == hashlib.sha256(dataset.val.tobytes()).hexdigest()
     enc = prepare.encoding(json.loads(json.dumps(dataset.tokenizer)))
     texts = enc.decode([*dataset.train, *dataset.val]).split(prepare.EOT_TEXT)
-    assert texts.pop() == "" and len(texts) == 40
-    files = [path.read_text() for path in library.glob("package/*.py")]
-    assert sorted(texts) == sorted(files)  # read_text turns \r\n into \n too
+    # 40 are few: one is cut where the held-out tail begins
+    assert texts.pop() == "" and len(texts) == 41
+    files = [path.read_text() for path in sorted(library.glob("package/*.py"))]
+    assert "".join(texts) == "".join(files)  # read_text turns \r\n into \n too
 
 
 def test_two_runs_give_the_same_bytes(library, tmp_path):
@@ -222,7 +270,7 @@ def test_stopped_run_leaves_no_folder_and_keeps_an_older_one(library, tmp_path, 
 
     def stop_midway(file, ids, vocab_size):
         calls.append(ids)
-        if len(calls) % 20 == 0:
+        if len(calls) % 5 == 0:
             raise error
         write_ids(file, ids, vocab_size)
 
@@ -295,19 +343,26 @@ def test_damaged_folder_is_refused_in_one_line(library, tmp_path, name, damage, 
         path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(ValueError, match=message) as caught:
         prepare.load(tmp_path / "out")
-    assert "run python data/prepare.py --name out" in str(caught.value)
+    assert "run python data/prepare.py FILES --name out" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_unknown_name_says_what_to_run():
-    with pytest.raises(ValueError, match="not prepared: run python data/prepare.py --name nowhere"):
+    with pytest.raises(ValueError, match="not prepared: run .* FILES --name nowhere"):
         prepare.load("nowhere")
 
 
 @pytest.mark.parametrize("arguments, message", [
-    (["--vocab", "256"], "error: --vocab is 256, allowed is 257..65536"),
-    (["--vocab", "65537"], "error: --vocab is 65537"), (["--vocab", "many"], "invalid int value"),
-    (["--name", "../x"], "error: --name is '../x'"), (["fineweb"], "invalid choice")])
+    (["--vocab", "256"], "256 is given, allowed: gpt2, or 257 to 65536"),
+    (["--vocab", "65537"], "65537 is given"), (["--vocab", "many"], "many is given"),
+    (["--name", "../x"], "--name is '../x'"), (["fineweb"], "there is no fineweb"),
+    (["fineweb-edu", "--shards", "0"], "0 is given, allowed: 1, 2, 3"),
+    (["fineweb-edu", "--shards", "1", "--tokens", "5"], "not allowed with argument"),
+    (["fineweb-edu", "--shards", "1002"], "1001 shards of 100,000,000 are there"),
+    (["--tokens", "5"], "--shards and --tokens are for fineweb-edu"),
+    (["--val", "x.txt"], "--val is for your own files"),
+    (["stdlib", "x.txt"], "stdlib and fineweb-edu stand alone"),
+    (["x.txt", "--name", "stdlib"], "--name stdlib is for that source")])
 def test_command_line_mistakes_are_named_without_a_traceback(arguments, message):
     ran = subprocess.run([sys.executable, prepare.__file__, *arguments], capture_output=True,
                          text=True)

@@ -28,9 +28,10 @@ RECIPE = Recipe(steps=20, batch=4, optimizer="muon", lr=0.01, lr_rest=0.005, wei
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
     """This project's own sources, prepared with 300 tokens."""
-    paths = sorted(str(p.relative_to(ROOT)) for p in [*ROOT.glob("*.py"), *ROOT.glob("tests/*.py")])
+    paths = sorted([*ROOT.glob("*.py"), *ROOT.glob("tests/*.py")])
     folder = tmp_path_factory.mktemp("data") / "own"
-    prepare.prepare(ROOT, paths, folder, {"source": "tests", "vocab_size": 300})
+    source = prepare.Source("tests", lambda: prepare.read_library(paths), {}, val_share=0.12)
+    prepare.prepare_text(folder, source, 300)
     return folder
 
 
