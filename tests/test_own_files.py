@@ -177,7 +177,7 @@ def test_parts_and_batches_change_no_document(tmp_path, monkeypatch):
 
 
 def test_memory_does_not_grow_with_the_text(tmp_path, monkeypatch):
-    """Python's own allocations at their highest, for a text and for eight times as much (threads add noise)."""
+    """Highest allocations of Python, for a text and for eight times as much; threads add noise."""
     monkeypatch.setattr(prepare, "BATCH_CHARS", 1 << 14)
     monkeypatch.setattr(prepare, "PART_CHARS", 1 << 10)
     monkeypatch.setattr(prepare, "SAMPLE_CHARS", 1 << 14)
