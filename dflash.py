@@ -32,7 +32,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from model import Block, Config, Llama, Rows, init_weights
+from model import Block, Config, Context, Llama, Rows, init_weights
+
+
+GROUP = 8  # blocks that attend together in training
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,8 @@ def sample_anchors(n_rows: int, T: int, S: int, seed: int, step: int) -> Tensor:
 
 def training_mask(anchors: Tensor, T: int, S: int, window: int) -> Tensor:
     """What each slot of each block sees: (B, 1, N S, T + N S), True = visible, for anchors (B, N).
+
+    T context rows are at hand, no fewer than the largest anchor.
 
     Example: T = 4, S = 2, one anchor at 2, a large window. Both slots see 1 1 0 0 | 1 1:
     the context rows 0 and 1, which come before the anchor, and the two slots of the block.
@@ -121,17 +126,23 @@ class DFlash(nn.Module):
         return self.hidden_norm(self.fc(taps))
 
     def forward_blocks(self, target: Llama, taps: Tensor, x: Tensor, anchors: Tensor) -> Tensor:
-        """Training: states (B, N, S, C) of block inputs x (B, N, S, C) and taps (B, T, n_tap C)."""
+        """Training: states (B, N, S, C) of block inputs x (B, N, S, C) and taps (B, T, n_tap C).
+
+        anchors (B, N) lie on the CPU: how much context a group of blocks can see is a shape.
+        """
         B, N, S, C = x.shape
         T = taps.size(1)
         context = self.context(taps)  # (B, T, C)
         context_rope = target.rope(torch.arange(T, device=taps.device)[None])
-        rope = target.rope(slot_positions(anchors, S).flatten(1))
-        mask = training_mask(anchors, T, S, self.draft.window)
+        masks = []
+        for group in anchors.split(GROUP, dim=1):
+            seen = min(T, -(-int(group.max()) // 64) * 64)  # few different shapes
+            masks.append(training_mask(group.to(taps.device), seen, S, self.draft.window))
+        rope = target.rope(slot_positions(anchors.to(taps.device), S).flatten(1))
         x = x.flatten(1, 2)  # (B, N S, C)
         for layer in self.layers:
-            keys_values = layer.self_attn.keys_values(context, context_rope)
-            x = layer(x, rope, mask, context=keys_values)
+            k, v = layer.self_attn.keys_values(context, context_rope)
+            x = layer(x, rope, context=Context(k, v, masks))
         return self.norm(x).view(B, N, S, C)
 
     def forward_round(self, target: Llama, x: Tensor, pos: Tensor, kv: tuple[Tensor, Tensor],

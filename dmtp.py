@@ -31,7 +31,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from dflash import DFlash, DraftConfig, decayed_cross_entropy, slot_positions
-from model import Config, Llama
+from model import MAX_LOGITS, Config, Llama, through_head
 from mtp import MTP
 
 
@@ -98,37 +98,51 @@ LABELS = ("hard", "soft")
 
 
 def block_loss(target: Llama, mtp: MTP, drafter: Drafter, tokens: Tensor, anchors: Tensor,
-               labels: str = "hard", measure: bool = False) -> BlockLoss:
+               labels: str = "hard", measure: bool = False,
+               max_logits: int = MAX_LOGITS) -> BlockLoss:
     """The drafter's loss on windows tokens (B, T) at anchors (B, N), all blocks in one forward.
 
     labels: hard is the text's token, as in the sources; soft is the target's whole distribution
     for that token, from the same forward pass: what a proposal is verified against is the target.
     `measure` adds the agreement with the target's argmax, given the text before (zeros otherwise).
-    The target and the head only give features and are meant to be frozen.
+    The target and the head only give features and are meant to be frozen. anchors lie on the CPU
+    (DFlash.forward_blocks).
     """
     assert labels in LABELS, labels
-    draft = drafter.dflash.draft
-    rows = torch.arange(tokens.size(0), device=tokens.device)[:, None]  # (B, 1)
-    at = slot_positions(anchors, draft.n_slots)                         # (B, N, S)
-    block = tokens[rows[:, :, None], at]                                # (B, N, S)
-    own = h = None
+    draft, first = drafter.dflash.draft, drafter.first
+    B, N = anchors.shape
+    rows = torch.arange(B, device=tokens.device)[:, None]                       # (B, 1)
+    a = anchors.to(tokens.device)                                               # (B, N)
+    at = slot_positions(a, draft.n_slots)                                       # (B, N, S)
+    block = tokens[rows[:, :, None], at]                                        # (B, N, S)
+    h = None
     with torch.no_grad():
         states, taps = target(tokens, tap_layers=draft.tap_layers)
-        a_emb, t1_emb = target.embed_tokens(block[:, :, :2]).unbind(dim=2)  # (B, N, C) each
+        a_emb, t1_emb = target.embed_tokens(block[:, :, :2]).unbind(dim=2)      # (B, N, C) each
         if drafter.arm.injection != "none":
             # row a - 1 of the head reads state a - 1 and E(A), and predicts T1
-            h = mtp(target, states[:, :-1], tokens[:, 1:])[rows, anchors - 1]  # (B, N, C)
+            h = mtp(target, states[:, :-1], tokens[:, 1:])[rows, a - 1]         # (B, N, C)
+        # the target predicts the token of a slot one row before it
+        verifier = states[rows[:, :, None], at[:, :, first:] - 1].flatten(1, 2)  # (B, N n, C)
+    x = drafter.block_inputs(a_emb, drafter.fuse(t1_emb, h))                    # (B, N, S, C)
+    out = drafter.dflash.forward_blocks(target, taps, x, anchors)[:, :, first:]
+
+    def loss_of(logits: list[Tensor], part: slice) -> tuple[Tensor, Tensor]:
+        """Each window's share of the loss, and of the agreement."""
+        proposed = logits[0].unflatten(1, (N, -1))                              # (b, N, n, V)
+        wanted, agreement = block[part, :, first:], torch.zeros(out.size(2), device=out.device)
         if measure or labels == "soft":
-            # the target predicts the token of a slot one row before it
-            own = target.lm_head(states[rows[:, :, None], at[:, :, drafter.first:] - 1])
-    x = drafter.block_inputs(a_emb, drafter.fuse(t1_emb, h))  # (B, N, S, C)
-    out = drafter.dflash.forward_blocks(target, taps, x, anchors)[:, :, drafter.first:]
-    logits = target.lm_head(out.contiguous())                 # (B, N, n, V), as own
-    wanted = own.softmax(dim=-1) if labels == "soft" else block[:, :, drafter.first:]
-    agreement = torch.zeros(out.size(2), device=tokens.device)
-    if measure:
-        agreement = (logits.argmax(dim=-1) == own.argmax(dim=-1)).float().mean(dim=(0, 1))
-    return BlockLoss(decayed_cross_entropy(logits, wanted, draft.gamma), agreement)
+            with torch.no_grad():
+                own = target.lm_head(verifier[part]).unflatten(1, (N, -1))      # (b, N, n, V)
+        if labels == "soft":
+            wanted = own.softmax(dim=-1)
+        if measure:
+            same = proposed.argmax(dim=-1) == own.argmax(dim=-1)
+            agreement = same.sum(dim=(0, 1)) / (B * N)
+        share = proposed.size(0) / B
+        return decayed_cross_entropy(proposed, wanted, draft.gamma) * share, agreement
+
+    return BlockLoss(*through_head(target.lm_head, [out.flatten(1, 2)], loss_of, max_logits))
 
 
 # ----------------------------------------------------------------------------------------------

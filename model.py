@@ -24,6 +24,7 @@ under their parameter names, with the output matrix apart from the embedding.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -141,6 +142,29 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     return y.transpose(1, 2).reshape(B, S, H * D)
 
 
+class Context(NamedTuple):
+    """Keys and values from elsewhere, and what each group of rows sees of them and of itself."""
+
+    k: Tensor            # (B, T, G, D)
+    v: Tensor            # (B, T, G, D)
+    masks: list[Tensor]  # a group: (B, 1, rows, seen + rows), over the first `seen` of T
+
+
+def attend_groups(q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+    """Attention (B, S, H D) of each group of the S rows over [context, the group itself].
+
+    One mask over all S rows would hold, and compute, mostly pairs that never see each other.
+    """
+    y, first = [], 0
+    for mask in context.masks:
+        n, columns = mask.shape[2:]
+        rows, seen = slice(first, first + n), columns - n
+        y.append(attend(q[:, rows], torch.cat((context.k[:, :seen], k[:, rows]), dim=1),
+                        torch.cat((context.v[:, :seen], v[:, rows]), dim=1), mask))
+        first += n
+    return torch.cat(y, dim=1)
+
+
 # ----------------------------------------------------------------------------------------------
 # layers
 
@@ -165,16 +189,16 @@ class Attention(nn.Module):
         return rotate(self.k_norm(k), rope), v
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None = None,
-                cache: Rows | None = None, context: tuple[Tensor, Tensor] | None = None) -> Tensor:
+                cache: Rows | None = None, context: Context | None = None) -> Tensor:
         """Attention of x (B, S, C) over itself, or over a cache after storing itself there, or over
-        [context, itself], context being keys and values from elsewhere (a drafter's training)."""
+        a context and itself in groups of rows (a drafter's training)."""
         q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))  # (B, S, H, D)
         q = rotate(self.q_norm(q), rope)
         k, v = self.keys_values(x, rope)
+        if context is not None:
+            return self.o_proj(attend_groups(q, k, v, context))
         if cache is not None:
             k, v = cache.write(k, v)  # (B, kv_len, G, D)
-        if context is not None:
-            k, v = torch.cat((context[0], k), dim=1), torch.cat((context[1], v), dim=1)
         return self.o_proj(attend(q, k, v, mask))
 
 
@@ -202,7 +226,7 @@ class Block(nn.Module):
         self.mlp = MLP(cfg)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None = None,
-                cache: Rows | None = None, context: tuple[Tensor, Tensor] | None = None) -> Tensor:
+                cache: Rows | None = None, context: Context | None = None) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rope, mask, cache, context)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -254,6 +278,59 @@ class Llama(nn.Module):
             if i in tap_layers:
                 taps.append(x)
         return self.norm(x), torch.cat(taps, dim=-1) if taps else None
+
+
+# ----------------------------------------------------------------------------------------------
+# losses over a large vocabulary
+
+
+MAX_LOGITS = 1 << 25  # at a time: 134 MB in float32
+
+
+def through_head(lm_head: nn.Linear, states: list[Tensor], loss_of: Callable,
+                 max_logits: int = MAX_LOGITS) -> tuple[Tensor, Tensor]:
+    """What loss_of gives, summed over windows: the loss (), and measures (k,) without gradient.
+
+    loss_of(logits, part) takes a list of logits (b, rows, V), one of each of the states
+    (B, rows, C), and the slice of windows that they are of. With more than max_logits numbers the
+    windows are taken a few at a time, each part's gradient at once, and its logits are dropped:
+    nothing of size (B, rows, V) is ever held. The gradients are those of the plain form.
+    """
+    B, n_rows = states[0].size(0), sum(x.size(1) for x in states)
+    n = max(1, max_logits // (n_rows * lm_head.weight.size(0)))
+    if n >= B:
+        return loss_of([lm_head(x) for x in states], slice(0, B))
+    return ChunkedHead.apply(lm_head.weight, loss_of, n, *states)
+
+
+class ChunkedHead(torch.autograd.Function):
+    """through_head, n windows at a time. Nothing is computed twice: forward makes the gradients of
+    the states and of the weight, and backward only scales them."""
+
+    @staticmethod
+    def forward(ctx, weight: Tensor, loss_of: Callable, n: int, *states: Tensor):
+        wants_weight = ctx.needs_input_grad[0]
+        grads = [torch.zeros_like(weight) if wants_weight else None,
+                 *(torch.empty_like(x) for x in states)]
+        loss = measures = 0
+        for first in range(0, states[0].size(0), n):
+            part = slice(first, first + n)
+            logits = [F.linear(x[part], weight).requires_grad_() for x in states]
+            with torch.enable_grad():
+                part_loss, part_measures = loss_of(logits, part)
+            for x, grad, z in zip(states, grads[1:], torch.autograd.grad(part_loss, logits)):
+                grad[part] = z @ weight
+                if wants_weight:
+                    grads[0] += z.flatten(0, 1).T @ x[part].flatten(0, 1)
+            loss, measures = loss + part_loss.detach(), measures + part_measures
+        ctx.save_for_backward(*grads)
+        ctx.mark_non_differentiable(measures)
+        return loss, measures
+
+    @staticmethod
+    def backward(ctx, g: Tensor, _):
+        weight, *states = (None if grad is None else g * grad for grad in ctx.saved_tensors)
+        return weight, None, None, *states
 
 
 def init_weights(module: nn.Module, n_layer: int) -> None:

@@ -35,7 +35,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from model import Block, Config, Llama, Rows, causal_mask, init_weights
+from model import (MAX_LOGITS, Block, Config, Llama, Rows, causal_mask, init_weights,
+                   through_head)
 
 LOSSES = ("standard", "ec", "kl")
 
@@ -132,18 +133,20 @@ def cancel_error(s: Tensor, h: Tensor, c: float, k: int = 1) -> Tensor:
 
 
 class Losses(NamedTuple):
-    total: Tensor        # (), what is minimised
-    next_loss: Tensor    # (), nats a token: the target's cross entropy
-    mtp_loss: Tensor     # (), nats a token: the head's cross entropy, or its KL in mode kl
-    next_logits: Tensor  # (B, T, V)
-    mtp_logits: Tensor   # (B, T - 1, V); row i is to be compared with row i + 1 of next_logits
+    total: Tensor       # (), what is minimised
+    next_loss: Tensor   # (), nats a token: the target's cross entropy
+    mtp_loss: Tensor    # (), nats a token: the head's cross entropy, or its KL in mode kl
+    agreement: Tensor   # (), share of rows where head and verifier have one argmax (if measured)
+    states: Tensor      # (B, T, C), what lm_head multiplied for the next token
+    mtp_states: Tensor  # (B, T - 1, C); row i is to be compared with row i + 1 of states
 
 
-def target_losses(target: Llama, mtp: MTP, windows: Tensor, loss: MTPLoss) -> Losses:
+def target_losses(target: Llama, mtp: MTP, windows: Tensor, loss: MTPLoss, measure: bool = False,
+                  max_logits: int = MAX_LOGITS) -> Losses:
     """Both losses of windows (B, T + 1): T inputs, T next-token labels, T - 1 labels for the head.
 
     c is the head's weight a position over the next-token loss's, from the counts used here: with
-    means over T and T - 1 positions, weight x T / (T - 1).
+    means over T and T - 1 positions, weight x T / (T - 1). `measure` fills in the agreement.
     """
     inputs, labels = windows[:, :-1], windows[:, 1:]  # (B, T)
     states, _ = target(inputs)                        # (B, T, C)
@@ -152,25 +155,37 @@ def target_losses(target: Llama, mtp: MTP, windows: Tensor, loss: MTPLoss) -> Lo
     s = states
     if loss.mode == "ec":
         s = cancel_error(states, h, c=loss.weight * labels.numel() / head_labels.numel())
-    next_logits, mtp_logits = logits_of(target, s, loss), logits_of(target, h, loss)
-    next_loss = cross_entropy(next_logits, labels, loss)
-    if loss.mode == "kl":
-        mtp_loss = kl_divergence(next_logits[:, 1:].detach(), mtp_logits).mean()
-    else:
-        mtp_loss = cross_entropy(mtp_logits, head_labels, loss)
-    total = next_loss + loss.weight * mtp_loss
-    if loss.z_loss:
-        total = total + loss.z_loss * next_logits.logsumexp(dim=-1).square().mean()
-    return Losses(total, next_loss, mtp_loss, next_logits, mtp_logits)
+
+    def loss_of(logits: list[Tensor], part: slice) -> tuple[Tensor, Tensor]:
+        """Each window's share of the total, and of the measures."""
+        next_logits, mtp_logits = (soft_capped(z, loss.softcap) for z in logits)
+        next_loss = cross_entropy(next_logits, labels[part], loss) / labels.numel()
+        if loss.mode == "kl":
+            mtp_loss = kl_divergence(next_logits[:, 1:].detach(), mtp_logits).sum()
+        else:
+            mtp_loss = cross_entropy(mtp_logits, head_labels[part], loss)
+        mtp_loss = mtp_loss / head_labels.numel()
+        total = next_loss + loss.weight * mtp_loss
+        if loss.z_loss:
+            square = next_logits.logsumexp(dim=-1).square().sum()
+            total = total + loss.z_loss * square / labels.numel()
+        agreement = torch.zeros_like(next_loss)
+        if measure:
+            same = next_logits[:, 1:].argmax(dim=-1) == mtp_logits.argmax(dim=-1)
+            agreement = same.sum() / head_labels.numel()
+        return total, torch.stack((next_loss, mtp_loss, agreement)).detach()
+
+    total, measures = through_head(target.lm_head, [s, h], loss_of, max_logits)
+    return Losses(total, *measures.unbind(), states=s, mtp_states=h)
 
 
-def logits_of(target: Llama, states: Tensor, loss: MTPLoss) -> Tensor:
-    logits = target.lm_head(states)  # (B, rows, V)
-    return loss.softcap * torch.tanh(logits / loss.softcap) if loss.softcap else logits
+def soft_capped(logits: Tensor, softcap: float) -> Tensor:
+    return softcap * torch.tanh(logits / softcap) if softcap else logits
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, loss: MTPLoss) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(),
+    """Nats, summed over all rows of logits (b, rows, V)."""
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum",
                            label_smoothing=loss.label_smoothing)
 
 

@@ -29,7 +29,7 @@ from data import prepare
 from dflash import draft_preset, sample_anchors
 from dmtp import (ARMS, LABELS, Drafter, block_loss, drafter_checkpoint, load_checkpoint,
                   load_target, pick_device, save_checkpoint, target_checkpoint)
-from model import SIZES, Llama, preset
+from model import MAX_LOGITS, SIZES, Llama, preset
 from mtp import LOSSES, MTP, MTPLoss, check_cancels, draft_quality, target_losses
 
 EVAL_WINDOWS = 64
@@ -145,18 +145,17 @@ def stage_loss(stage: Stage, windows: Tensor, recipe: Recipe, step: int,
                measure: bool) -> tuple[Tensor, dict]:
     """The loss of windows (B, T + 1); with `measure` also what bar and log show (nats, shares)."""
     if stage.drafter is None:
-        losses = target_losses(stage.target, stage.mtp, windows, stage.mtp_loss)
+        losses = target_losses(stage.target, stage.mtp, windows, stage.mtp_loss, measure)
         shown = {}
         if measure:
-            agree = losses.next_logits[:, 1:].argmax(-1) == losses.mtp_logits.argmax(-1)
             shown = {"next_loss": losses.next_loss.item(), "mtp_loss": losses.mtp_loss.item(),
-                     "agreement": agree.float().mean().item()}
+                     "agreement": losses.agreement.item()}
         return losses.total, shown
     tokens = windows[:, :-1]
     S = stage.drafter.dflash.draft.n_slots
     anchors = sample_anchors(tokens.size(0), tokens.size(1), S, recipe.seed, step)
-    result = block_loss(stage.target, stage.mtp, stage.drafter, tokens,
-                        anchors.to(tokens.device), recipe.labels, measure)
+    result = block_loss(stage.target, stage.mtp, stage.drafter, tokens, anchors, recipe.labels,
+                        measure)
     shown = {}
     if measure:
         shown = {"loss": result.loss.item(), "agreement": result.agreement.mean().item()}
@@ -167,15 +166,16 @@ def stage_loss(stage: Stage, windows: Tensor, recipe: Recipe, step: int,
 def evaluate(stage: Stage, windows: Tensor, recipe: Recipe) -> dict[str, float]:
     """The stage's measures on held-out windows, in float32, averaged over the windows."""
     total: dict[str, float] = {}
-    parts = windows.split(16)
-    for i, part in enumerate(parts):
+    head = stage.target.lm_head
+    at_once = max(1, min(16, MAX_LOGITS // (2 * windows.size(1) * head.weight.size(0))))
+    for i, part in enumerate(windows.split(at_once)):
         if stage.drafter is None:
             losses = target_losses(stage.target, stage.mtp, part, MTPLoss("standard"))
             measures = {"next_loss": losses.next_loss, "mtp_loss": losses.mtp_loss,
-                        **draft_quality(losses.next_logits[:, 1:], losses.mtp_logits)}
+                        **draft_quality(head(losses.states[:, 1:]), head(losses.mtp_states))}
         else:
             S = stage.drafter.dflash.draft.n_slots
-            anchors = sample_anchors(len(part), part.size(1) - 1, S, 0, i).to(part.device)
+            anchors = sample_anchors(len(part), part.size(1) - 1, S, 0, i)
             result = block_loss(stage.target, stage.mtp, stage.drafter, part[:, :-1], anchors,
                                 recipe.labels, measure=True)
             first = stage.drafter.first

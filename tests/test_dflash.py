@@ -61,6 +61,39 @@ def test_training_mask_equals_loops_over_every_cell(T, S, N, window):
         assert torch.equal(mask, slow_training_mask(anchors, T, S, window))
 
 
+@pytest.mark.parametrize("window", WINDOWS)
+def test_groups_of_blocks_give_what_all_blocks_at_once_give(monkeypatch, window):
+    """States and gradients, for anchors in any order; a group is cut to the context it can see."""
+    target, _ = small_models(cfg=small_config(context=200))
+    dflash = small_drafter(target.cfg, "dflash", window=window).dflash
+    taps, x = torch.randn(2, 150, 3 * 32).double(), torch.randn(2, 7, 8, 32).double()
+    anchors = random_anchors(2, 7, T=150, S=8, seed=1)
+    anchors[:, 2:4] = torch.tensor([[3, 60], [64, 2]])  # a group that sees little
+    results = []
+    for group in (1, 2, 3, 7):
+        monkeypatch.setattr("dflash.GROUP", group)
+        states = dflash.forward_blocks(target, taps, x, anchors)
+        dflash.zero_grad()
+        states.square().sum().backward()
+        results.append([states, *(p.grad.clone() for p in dflash.parameters()
+                                  if p.grad is not None)])
+    for grouped in results[:-1]:
+        for a, b in zip(grouped, results[-1], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
+def test_no_group_holds_a_mask_over_all_blocks(monkeypatch):
+    seen = []
+    monkeypatch.setattr("dflash.training_mask",
+                        lambda *a: seen.append(training_mask(*a)) or seen[-1])
+    target, _ = small_models(cfg=small_config(context=512))
+    dflash = small_drafter(target.cfg, "dflash").dflash
+    anchors = sample_anchors(2, 512, 8, seed=0, step=0)
+    dflash.forward_blocks(target, torch.randn(2, 512, 96).double(),
+                          torch.randn(2, 64, 8, 32).double(), anchors)
+    assert len(seen) == 8 and sum(m.numel() for m in seen) < 0.4 * 2 * 512 * (512 + 512)
+
+
 def test_training_mask_example():
     mask = training_mask(torch.tensor([[2]]), T=4, S=2, window=4096)
     assert mask.int().tolist() == [[[[1, 1, 0, 0, 1, 1], [1, 1, 0, 0, 1, 1]]]]

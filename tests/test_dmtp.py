@@ -290,6 +290,25 @@ def test_loss_and_agreement_equal_a_loop_over_single_blocks(arm, window, labels)
     assert torch.equal(quick.loss, result.loss) and not quick.agreement.any()
 
 
+@pytest.mark.parametrize("n_frozen", ["all", "none"])
+@pytest.mark.parametrize("labels", dmtp.LABELS)
+def test_logits_in_chunks_give_the_loss_agreement_and_gradients_of_the_plain_form(labels, n_frozen):
+    results = []
+    for most in (1, 2 * 5 * (S - 2) * 23, 10 ** 9):  # one window, two windows, all three
+        target, mtp = small_models()
+        drafter = small_drafter(target.cfg, "dmtp")
+        target.requires_grad_(n_frozen == "none")
+        result = block_loss(target, mtp, drafter, random_tokens(3, T), random_anchors(3, 5), labels,
+                            measure=True, max_logits=most)
+        result.loss.backward()
+        assert (target.lm_head.weight.grad is not None) == (n_frozen == "none")
+        every = [*drafter.parameters(), *([target.lm_head.weight] if n_frozen == "none" else [])]
+        results.append([*result, *(p.grad for p in every)])
+    for chunked in results[:2]:
+        for a, b in zip(chunked, results[2]):
+            torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-13)
+
+
 def test_soft_labels_pass_no_gradient_to_the_targets_own_distribution(monkeypatch):
     target, mtp = small_models()
     drafter = small_drafter(target.cfg, "dmtp")

@@ -26,6 +26,7 @@ head's .60 still, error cancelling lowers it. The target's own gradient is (p_i 
 """
 
 import math
+import weakref
 
 import pytest
 import torch
@@ -148,7 +149,7 @@ def test_the_forward_of_error_cancelling_is_standards_bit_for_bit(n_tokens):
     windows = windows_of(n_tokens)
     ec, standard = arm("ec", windows)[0], arm("standard", windows)[0]
     for name, a, b in zip(Losses._fields, ec, standard):
-        assert torch.equal(a, b), name
+        assert torch.equal(a, b), name  # equal states give equal logits, through one matrix
 
 
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
@@ -327,10 +328,12 @@ def test_z_loss_and_softcap_are_what_they_say_where_they_are_allowed(mode):
     windows = windows_of(T)
     plain, _ = arm(mode, windows)
     losses, _ = arm(mode, windows, z_loss=0.01, softcap=3.0)
-    for name in ("next_logits", "mtp_logits"):
-        capped = 3 * torch.tanh(getattr(plain, name) / 3)
-        torch.testing.assert_close(getattr(losses, name), capped)
-    z = losses.next_logits.exp().sum(-1).log()
+    target, _ = small_models()
+    capped = [3 * torch.tanh(target.lm_head(x) / 3) for x in (plain.states, plain.mtp_states)]
+    torch.testing.assert_close(losses.next_loss, text_loss(capped[0], windows[:, 1:]))
+    if mode == "standard":
+        torch.testing.assert_close(losses.mtp_loss, text_loss(capped[1], windows[:, 2:]))
+    z = capped[0].exp().sum(-1).log()
     expected = losses.next_loss + WEIGHT * losses.mtp_loss + 0.01 * (z * z).mean()
     torch.testing.assert_close(losses.total, expected)
 
@@ -340,19 +343,32 @@ def test_z_loss_and_softcap_are_what_they_say_where_they_are_allowed(mode):
 
 
 def saved_bytes(windows: Tensor, total_of) -> int:
-    """Bytes that autograd holds for the backward of total_of(target, mtp), each storage once."""
+    """saved_bytes_of total_of(target, mtp)."""
     target, mtp = small_models()
-    held = {}
+    return saved_bytes_of(lambda: total_of(target, mtp))
 
-    def pack(x: Tensor) -> Tensor:
-        storage = x.untyped_storage()
-        held[storage.data_ptr()] = storage  # keeps it alive, so that no other one gets its address
-        return x
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        total = total_of(target, mtp)
+class Held:
+    """One tensor as the graph keeps it: gone when that part of the graph is."""
+
+    def __init__(self, x: Tensor):
+        self.x = x
+
+
+def saved_bytes_of(make_total) -> int:
+    """Bytes that autograd holds for the backward of make_total(), each storage once."""
+    alive = weakref.WeakSet()
+
+    def pack(x: Tensor) -> Held:
+        held = Held(x)
+        alive.add(held)
+        return held
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.x):
+        total = make_total()
     assert total.requires_grad
-    return sum(storage.nbytes() for storage in held.values())
+    storages = {held.x.untyped_storage().data_ptr(): held.x.untyped_storage() for held in alive}
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 def test_error_cancelling_holds_one_state_tensor_at_most_and_kl_holds_logits():
@@ -374,6 +390,41 @@ def test_error_cancelling_holds_one_state_tensor_at_most_and_kl_holds_logits():
     assert mode("kl") - standard > 0.9 * logits  # not quite all: it has no labels to hold
 
 
+@pytest.mark.parametrize("settings", [{}, {"label_smoothing": 0.1}, {"z_loss": 0.01, "softcap": 3}])
+@pytest.mark.parametrize("max_logits", [1, 2 * (2 * T - 1) * 23])  # one window, two windows
+@pytest.mark.parametrize("mode", ["standard", "ec", "kl"])
+def test_logits_in_chunks_give_the_losses_and_gradients_of_the_plain_form(mode, max_logits,
+                                                                         settings):
+    if mode == "ec" and "z_loss" in settings:
+        settings = {}
+    windows, results = windows_of(T), []
+    for most in (max_logits, 10 ** 9):
+        target, mtp = small_models()
+        losses = target_losses(target, mtp, windows, MTPLoss(mode, **settings), measure=True,
+                               max_logits=most)
+        # scaled, as by accumulation: the gradients made in the forward pass must follow
+        results.append((losses, gradients(3 * losses.total, target, mtp)))
+    (chunked, chunked_gradients), (plain, plain_gradients) = results
+    for a, b in zip(chunked, plain):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    for name in plain_gradients:
+        torch.testing.assert_close(chunked_gradients[name], plain_gradients[name], rtol=1e-11,
+                                   atol=1e-13)
+    assert chunked.agreement > 0 and not chunked.agreement.requires_grad
+
+
+def test_logits_in_chunks_hold_two_gradients_of_states_in_place_of_all_logits():
+    """Saved for backward: (B, T, V) several times, against (B, T, C) twice and (V, C) once."""
+    cfg = small_config(vocab_size=997)
+    target, mtp = Llama(cfg), MTP(cfg)
+    windows = random_tokens(4, T + 1, vocab_size=997)
+    logits = 4 * 4 * (T - 1) * 997  # bytes of (B, T - 1, V)
+    for mode, copies in (("standard", 2), ("ec", 2), ("kl", 3)):
+        held = [saved_bytes_of(lambda: target_losses(
+            target, mtp, windows, MTPLoss(mode), max_logits=most).total) for most in (1, 10 ** 9)]
+        assert held[1] - held[0] > (copies - 0.1) * logits - 4 * 997 * 32, mode
+
+
 @pytest.mark.parametrize("mode", ["standard", "ec", "kl"])
 def test_with_weight_0_the_backbone_gets_the_next_token_gradient_bit_for_bit(mode):
     windows = windows_of(T)
@@ -392,7 +443,8 @@ def test_under_bfloat16_autocast_the_losses_are_standards_bit_for_bit():
     with torch.autocast("cpu", torch.bfloat16):
         ec, standard = (target_losses(target, mtp, windows_of(T), MTPLoss(mode))
                         for mode in ("ec", "standard"))
-    assert ec.next_logits.dtype == ec.mtp_logits.dtype == torch.bfloat16
+    assert ec.next_loss.dtype == torch.float32
+    assert ec.next_loss != arm("ec", windows_of(T))[0].next_loss  # autocast was on
     for name, a, b in zip(Losses._fields, ec, standard):
         assert torch.equal(a, b), name
 
@@ -437,7 +489,7 @@ def test_row_i_of_the_head_sees_token_i_plus_1_and_nothing_later(i, mode):
     target, mtp = small_models()
 
     def head_logits(windows: Tensor) -> Tensor:
-        return target_losses(target, mtp, windows, MTPLoss(mode)).mtp_logits
+        return target.lm_head(target_losses(target, mtp, windows, MTPLoss(mode)).mtp_states)
 
     windows = windows_of(T)
     logits = head_logits(windows)
