@@ -8,6 +8,7 @@ and a run that is stopped and resumed gives the losses of one that was not.
 """
 
 import argparse
+import io
 import json
 import math
 import os
@@ -15,11 +16,13 @@ import shlex
 import signal
 import sys
 import time
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -47,7 +50,7 @@ class Recipe:
     weight_decay: float      # of the hidden matrices
     warmup: int              # steps
     seed: int
-    dtype: str               # float32 | bfloat16 (autocast; weights stay float32)
+    dtype: str               # float32 | tf32 | bfloat16 (autocast; weights stay float32)
     labels: str = "hard"     # of a drafter: the text's token, or the target's distribution (soft)
     clip: float = 1.0        # largest gradient norm
 
@@ -73,6 +76,25 @@ def get_lr(step: int, recipe: Recipe) -> float:
     up = (step + 1) / max(1, recipe.warmup)
     down = (recipe.steps - step) / max(1, recipe.steps - recipe.warmup)
     return min(1.0, up, down)
+
+
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """x there; a GPU fetches it from pinned memory while this process goes on."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+
+def process() -> tuple[int, int]:
+    """This process's rank, and how many there are (torchrun's)."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def average_over_processes(tensors: list[Tensor]) -> None:
+    """Put the mean over all processes into every tensor, in one message."""
+    flat = torch.cat([x.flatten() for x in tensors])
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    for x, mean in zip(tensors, flat.split([x.numel() for x in tensors])):
+        x.copy_(mean.view_as(x))
 
 
 class KeepFloat32(TorchFunctionMode):
@@ -141,25 +163,57 @@ class Stage:
         return [self.target, self.mtp] if self.drafter is None else [self.drafter]
 
 
-def stage_loss(stage: Stage, windows: Tensor, recipe: Recipe, step: int,
-               measure: bool) -> tuple[Tensor, dict]:
-    """The loss of windows (B, T + 1); with `measure` also what bar and log show (nats, shares)."""
+def stage_loss(stage: Stage, windows: Tensor, anchors: Tensor | None, labels: str,
+               measure: bool) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of windows (B, T + 1) and, with `measure`, what bar and log show (nats, shares).
+
+    A drafter also takes anchors (B, N), on the CPU.
+    """
     if stage.drafter is None:
         losses = target_losses(stage.target, stage.mtp, windows, stage.mtp_loss, measure)
-        shown = {}
-        if measure:
-            shown = {"next_loss": losses.next_loss.item(), "mtp_loss": losses.mtp_loss.item(),
-                     "agreement": losses.agreement.item()}
-        return losses.total, shown
-    tokens = windows[:, :-1]
-    S = stage.drafter.dflash.draft.n_slots
-    anchors = sample_anchors(tokens.size(0), tokens.size(1), S, recipe.seed, step)
-    result = block_loss(stage.target, stage.mtp, stage.drafter, tokens, anchors, recipe.labels,
+        shown = {"next_loss": losses.next_loss, "mtp_loss": losses.mtp_loss,
+                 "agreement": losses.agreement}
+        return losses.total, shown if measure else {}
+    result = block_loss(stage.target, stage.mtp, stage.drafter, windows[:, :-1], anchors, labels,
                         measure)
-    shown = {}
-    if measure:
-        shown = {"loss": result.loss.item(), "agreement": result.agreement.mean().item()}
-    return result.loss, shown
+    shown = {"loss": result.loss.detach(), "agreement": result.agreement.mean()}
+    return result.loss, shown if measure else {}
+
+
+def step_gradients(stage: Stage, recipe: Recipe, windows: Tensor, step: int, micro_batch: int,
+                   measure: bool) -> tuple[Tensor, dict[str, Tensor]]:
+    """Leave a step's gradients in the parameters; gives its loss and measures.
+
+    Of the windows (batch, T + 1), on the CPU, this process takes its share, and micro_batch at a
+    time: the gradients are sums over the parts, each weighed by its number of windows. All
+    windows are equally long, so a part's two means have the counts' ratio of the whole step, and
+    so the coefficient of error cancelling.
+    """
+    device = next(stage.target.parameters()).device
+    anchors = None
+    if stage.drafter is not None:
+        S = stage.drafter.dflash.draft.n_slots
+        anchors = sample_anchors(len(windows), windows.size(1) - 1, S, recipe.seed, step)
+    rank, n_processes = process()
+    n = len(windows) // n_processes
+    bfloat16 = recipe.dtype == "bfloat16"
+    losses, measures = [], {}
+    for first in range(0, n, micro_batch):
+        part = slice(rank * n + first, rank * n + min(first + micro_batch, n))
+        share = (part.stop - part.start) / n
+        with torch.autocast(device.type, torch.bfloat16) if bfloat16 else nullcontext():
+            loss, shown = stage_loss(stage, to_device(windows[part], device),
+                                     None if anchors is None else anchors[part], recipe.labels,
+                                     measure)
+        (share * loss).backward()
+        losses.append(share * loss.detach())
+        for name, value in shown.items():
+            measures[name] = measures.get(name, 0) + share * value
+    total = torch.stack(losses).sum()
+    if n_processes > 1:
+        average_over_processes([p.grad for m in stage.trained for p in m.parameters()])
+        average_over_processes([total, *measures.values()])
+    return total, measures
 
 
 @torch.no_grad()
@@ -191,14 +245,27 @@ def evaluate(stage: Stage, windows: Tensor, recipe: Recipe) -> dict[str, float]:
 
 
 class CtrlC:
-    """Ctrl-C asks the loop to stop after the step it is in; a second one stops at once."""
+    """Ctrl-C asks the loop to stop after the step it is in; a second one stops at once.
+
+    Of several processes each gets it, once from the terminal and once more from torchrun: they
+    stop after the same step, and never at once.
+    """
 
     def __init__(self):
         self.asked = False
 
     def ask(self, signum, frame):
         self.asked = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if process()[1] == 1:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def anywhere(self) -> bool:
+        """Whether any process was asked."""
+        if process()[1] > 1:
+            asked = torch.tensor([float(self.asked)])
+            average_over_processes([asked])
+            self.asked = bool(asked > 0)
+        return self.asked
 
     def __enter__(self):
         self.before = signal.signal(signal.SIGINT, self.ask)
@@ -208,8 +275,8 @@ class CtrlC:
         signal.signal(signal.SIGINT, self.before)
 
 
-def train(stage: Stage, recipe: Recipe, data: prepare.Dataset, path: Path,
-          state: dict) -> dict[str, float]:
+def train(stage: Stage, recipe: Recipe, data: prepare.Dataset, path: Path, state: dict,
+          micro_batch: int | None = None) -> dict[str, float]:
     """Train to the end of the recipe from state["step"], saving to path; gives the final measures.
 
     `state` is the checkpoint to write, without weights: its "training" holds step and optimizers
@@ -229,24 +296,26 @@ def train(stage: Stage, recipe: Recipe, data: prepare.Dataset, path: Path,
         first_step = state["training"]["step"]
         for optimizer, saved in zip(optimizers, state["training"]["optimizers"]):
             optimizer.load_state_dict(saved)
-    start_log(path.parent, name, first_step)
+    is_first = process()[0] == 0  # which alone writes
+    if is_first:
+        start_log(path.parent, name, first_step)
     parameters = [p for module in stage.trained for p in module.parameters()]
     log_every, eval_every = max(1, recipe.steps // 60), min(max(1, recipe.steps // 4), 1000)
     measures: dict[str, float] = {}
     seconds, since = 0.0, first_step
-    bar = tqdm(total=recipe.steps, initial=first_step, desc=name, unit="step", disable=None,
-               dynamic_ncols=True)
+    bar = tqdm(total=recipe.steps, initial=first_step, desc=name, unit="step",
+               disable=None if is_first else True, dynamic_ncols=True)
     with bar, CtrlC() as ctrl_c:
         for step in range(first_step, recipe.steps):
             last = step + 1 == recipe.steps
             judge = (step + 1) % eval_every == 0 or last
             measure = step % log_every == 0 or judge
             t0 = time.perf_counter()
-            windows = get_batch(data.train, T, recipe.batch, recipe.seed, step).to(device)
-            with torch.autocast(device.type, torch.bfloat16, enabled=recipe.dtype == "bfloat16"):
-                loss, shown = stage_loss(stage, windows, recipe, step, measure)
+            windows = get_batch(data.train, T, recipe.batch, recipe.seed, step)
+            loss, shown = step_gradients(stage, recipe, windows, step, micro_batch or recipe.batch,
+                                         measure)
+            shown = {key: value.item() for key, value in shown.items()}
             refuse_non_finite(shown, step, path)
-            loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(parameters, recipe.clip)
             optimizer_step(optimizers, get_lr(step, recipe), on_cpu=device.type == "cpu")
             if measure and device.type == "cuda":
@@ -254,24 +323,30 @@ def train(stage: Stage, recipe: Recipe, data: prepare.Dataset, path: Path,
             seconds += time.perf_counter() - t0
             bar.update()
             if measure:
-                speed = (step + 1 - since) * windows.size(0) * T / seconds
+                speed = (step + 1 - since) * recipe.batch * T / seconds
                 seconds, since = 0.0, step + 1
                 bar.set_postfix_str(describe_measures(shown, 3) + f" | tokens/s {speed:.0f}")
-                line = {"stage": name, "step": step, **shown, "tokens_per_s": round(speed)}
-                log(path.parent, line)
+                if is_first:
+                    log(path.parent, {"stage": name, "step": step, **shown,
+                                      "tokens_per_s": round(speed)})
             if judge:
                 measures = evaluate(stage, held_out, recipe)
                 refuse_non_finite(measures, step, path)
-                log(path.parent, {"stage": name, "step": step, "eval": measures})
                 bar.write(f"step {step + 1:5d} | " + describe_measures(measures, 4))
-            if judge or ctrl_c.asked:
+                if is_first:
+                    log(path.parent, {"stage": name, "step": step, "eval": measures})
+            stop = ctrl_c.anywhere() and not last
+            if judge or stop:
                 refuse_non_finite({"loss": loss.item(), "gradient norm": norm.item()}, step, path)
                 training = {"step": step + 1, "optimizers": [o.state_dict() for o in optimizers]}
-                save_checkpoint(path, state | weights(stage, state) | {
-                    "training": {} if last else training, "eval": measures})
-            if ctrl_c.asked and not last:
+                if is_first:
+                    save_checkpoint(path, state | weights(stage, state) | {
+                        "training": {} if last else training, "eval": measures})
+            if stop:
                 raise KeyboardInterrupt(f"stopped after step {step + 1} of {recipe.steps}, "
                                         f"saved in {path}")
+    if process()[1] > 1:
+        dist.barrier()  # the file is written when any process goes on
     return measures
 
 
@@ -390,12 +465,15 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=1337, metavar="N",
         help="of weights, batches and anchors (default 1337)")
     add("--device", metavar="D", help="cpu or cuda (default cuda where there is one)")
-    add("--dtype", choices=["float32", "bfloat16"], default="float32",
+    add("--dtype", choices=["float32", "tf32", "bfloat16"], default="float32",
         help="of the matrix products in training (default float32: error cancelling subtracts "
-             "nearly equal vectors)")
+             "nearly equal vectors; tf32 is for GPUs)")
+    add("--micro-batch", type=int, metavar="N",
+        help="windows in memory at a time, in each process (default all of a step)")
+    add("--compile", action="store_true", help="run the models through torch.compile")
     args = parser.parse_args(argv)
     args.mtp_loss = args.mtp_loss or "ec"
-    for name in ("steps", "drafter_steps", "batch", "lr"):
+    for name in ("steps", "drafter_steps", "batch", "lr", "micro_batch"):
         value = getattr(args, name)
         if value is not None and value <= 0:
             parser.error(f"--{name.replace('_', '-')} is {value}: it must be positive")
@@ -418,10 +496,13 @@ def open_data(name: str | None) -> tuple[str, prepare.Dataset]:
 
 def make_recipe(args: argparse.Namespace, defaults: Defaults, steps: int | None,
                 labels: str = "hard") -> Recipe:
-    steps = steps or defaults.steps
+    steps, batch = steps or defaults.steps, args.batch or defaults.batch
+    if batch % process()[1]:
+        raise ValueError(f"--batch is {batch}, shared by {process()[1]} processes: it must be a "
+                         "multiple of that")
     muon = args.optimizer == "muon"
     lr = args.lr or (defaults.lr_muon if muon else defaults.lr_adamw)
-    return Recipe(steps=steps, batch=args.batch or defaults.batch, optimizer=args.optimizer, lr=lr,
+    return Recipe(steps=steps, batch=batch, optimizer=args.optimizer, lr=lr,
                   lr_rest=defaults.lr_rest if muon else lr, weight_decay=0.0 if muon else 0.1,
                   warmup=max(1, steps // 20), seed=args.seed, dtype=args.dtype, labels=labels)
 
@@ -476,10 +557,12 @@ def run_target(args: argparse.Namespace, data: prepare.Dataset, device: torch.de
           f"MTP head, trained with loss {args.mtp_loss}")
     print(f"recipe    {describe(recipe, cfg.context)}")
     stage = Stage(target.to(device), mtp.to(device), mtp_loss, drafter=None)
+    if args.compile:
+        compile_models(target, mtp)
     start = time.perf_counter()
     state = state or {"settings": settings, "size": size, "data": args.data,
                       "tokenizer": data.tokenizer}
-    measures = train(stage, recipe, data, path, state)
+    measures = train(stage, recipe, data, path, state, args.micro_batch)
     report(f"target with MTP head ({args.mtp_loss})", measures, time.perf_counter() - start)
 
 
@@ -509,11 +592,24 @@ def run_drafter(args: argparse.Namespace, data: prepare.Dataset, device: torch.d
     print(f"drafter   {args.drafter}, {n / 1e6:.2f}M parameters, {args.labels} labels: {arm.about}")
     print(f"recipe    {describe(recipe, target.cfg.context)}")
     stage = Stage(target.to(device), mtp.to(device), MTPLoss(), drafter.to(device))
+    if args.compile:
+        compile_models(target, mtp)  # the drafter's groups of blocks have too many shapes
     start = time.perf_counter()
     state = state or {"settings": settings, "name": args.drafter,
                       "target_fingerprint": checkpoint["fingerprint"]}
-    measures = train(stage, recipe, data, path, state)
+    measures = train(stage, recipe, data, path, state, args.micro_batch)
     report(f"drafter {args.drafter}", measures, time.perf_counter() - start)
+
+
+def compile_models(*models: nn.Module) -> None:
+    """Compile their forward in place; ValueError where torch.compile cannot."""
+    try:
+        torch.compile(lambda x: x + 1)(torch.ones(2, device=next(models[0].parameters()).device))
+    except Exception as e:  # of compilers, drivers and file systems
+        raise ValueError(f"--compile: torch.compile does not work here ({type(e).__name__}): it "
+                         "needs a C++ compiler for CPUs, Triton for GPUs; or leave it out") from e
+    for model in models:
+        model.compile()
 
 
 def describe(recipe: Recipe, T: int) -> str:
@@ -524,7 +620,19 @@ def describe(recipe: Recipe, T: int) -> str:
 
 def run(args: argparse.Namespace) -> None:
     device = pick_device(args.device)
-    print(f"device    {device}, {torch.get_num_threads()} threads, torch {torch.__version__}")
+    rank, n_processes = process()
+    if n_processes > 1 and device == torch.device("cuda"):
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    if args.dtype == "tf32" and device.type != "cuda":
+        raise ValueError(f"--dtype tf32 is for GPUs of NVIDIA, the device is {device}: use float32")
+    torch.set_float32_matmul_precision("high" if args.dtype == "tf32" else "highest")
+    print(f"device    {device}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+          + f", {n_processes} processes" * (n_processes > 1))
+    if rank == 0:
+        open_data(args.data)
+    if n_processes > 1:
+        dist.barrier()  # the data is prepared, once
     args.data, data = open_data(args.data)
     print(f"data      {args.data}: {len(data.train) / 1e6:.2f}M tokens to train on, "
           f"{len(data.val) / 1e6:.2f}M held out, vocabulary {data.tokenizer['vocab_size']}")
@@ -540,16 +648,27 @@ def run(args: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
+    if "WORLD_SIZE" in os.environ:  # torchrun started this process
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    speaker = None if process()[0] == 0 else io.StringIO()
     try:
-        run(args)
+        with redirect_stdout(speaker or sys.stdout):
+            run(args)
     except (ValueError, OSError) as e:
-        print(f"error: {e}", file=sys.stderr)
+        if speaker is None:
+            print(f"error: {e}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as e:
         words = sys.argv[1:] if argv is None else argv
-        again = shlex.join(["python", "train.py", *words, *["--resume"][:"--resume" not in words]])
-        print(f"\n{e or 'stopped'}. Go on with: {again}", file=sys.stderr)
+        start = ["python"] if process()[1] == 1 else ["torchrun", "--nproc-per-node",
+                                                      str(process()[1])]
+        again = shlex.join([*start, "train.py", *words, *["--resume"][:"--resume" not in words]])
+        if speaker is None:
+            print(f"\n{e or 'stopped'}. Go on with: {again}", file=sys.stderr)
         return 130
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
     return 0
 
 

@@ -18,7 +18,7 @@ from kit import small_config, small_drafter, small_models
 from model import SIZES
 from mtp import MTPLoss
 from train import (KeepFloat32, Recipe, Stage, get_batch, get_lr, make_optimizers, optimizer_step,
-                   stage_loss)
+                   step_gradients)
 
 ROOT = Path(train.__file__).parent
 RECIPE = Recipe(steps=20, batch=4, optimizer="muon", lr=0.01, lr_rest=0.005, weight_decay=0.0,
@@ -74,10 +74,9 @@ def test_both_stages_can_learn_one_batch_by_heart(optimizer):
         stage = Stage(target, mtp, MTPLoss("ec"), drafter)
         optimizers = make_optimizers(stage.trained, recipe)
         for step in range(recipe.steps):
-            loss, _ = stage_loss(stage, windows, recipe, 0, measure=False)
-            loss.backward()
+            loss, _ = step_gradients(stage, recipe, windows, 0, micro_batch=2, measure=False)
             optimizer_step(optimizers, get_lr(step, recipe), on_cpu=True)
-        assert stage_loss(stage, windows, recipe, 0, measure=False)[0].item() < 0.3
+        assert loss.item() < 0.3
 
 
 @pytest.mark.parametrize("flags", [[], ["--optimizer", "adamw", "--mtp-loss", "kl",
@@ -153,11 +152,108 @@ def test_finished_stages_are_used_as_they_are_and_other_settings_are_refused(run
     load_drafter(out, "dmtp", target.cfg, checkpoint["fingerprint"])
 
 
+@pytest.mark.parametrize("mode", ["standard", "ec", "kl", "drafter"])
+@pytest.mark.parametrize("micro_batch", [1, 2, 3])
+def test_a_step_in_parts_gives_the_loss_measures_and_gradients_of_the_whole(mode, micro_batch):
+    cfg = small_config()
+    windows = torch.randint(23, (5, cfg.context + 1), generator=torch.Generator().manual_seed(0))
+    results = []
+    for n in (micro_batch, 5):
+        target, mtp = small_models(cfg=cfg)
+        drafter = small_drafter(cfg, "dmtp") if mode == "drafter" else None
+        stage = Stage(target, mtp, MTPLoss("ec" if drafter else mode), drafter)
+        loss, measures = step_gradients(stage, RECIPE, windows, 3, n, measure=True)
+        gradients = [p.grad for m in stage.trained for p in m.parameters()]
+        results.append(([loss, *gradients], measures))
+    for parts, whole in zip(results[0][0], results[1][0], strict=True):
+        torch.testing.assert_close(parts, whole, rtol=1e-10, atol=1e-12)
+    for name, value in results[1][1].items():
+        assert results[0][1][name].item() == pytest.approx(value.item(), rel=1e-6)
+
+
+def test_a_step_reads_nothing_back_from_the_device():
+    """On the meta device every read, item() and copy to the CPU raises; the measures wait there."""
+    cfg = small_config()
+    windows = torch.zeros(4, cfg.context + 1, dtype=torch.long)
+    for name in (None, "dflash", "dmtp"):
+        target, mtp = (m.float().to("meta") for m in small_models(cfg=cfg))
+        drafter = small_drafter(cfg, name).float().to("meta") if name else None
+        stage = Stage(target, mtp, MTPLoss("ec"), drafter)
+        recipe = Recipe(**{**vars(RECIPE), "labels": "soft"})
+        loss, measures = step_gradients(stage, recipe, windows, 0, 2, measure=True)
+        torch.nn.utils.clip_grad_norm_([p for m in stage.trained for p in m.parameters()], 1.0)
+        assert loss.is_meta and all(value.is_meta for value in measures.values())
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            loss.item()  # what the device would refuse
+
+
+def log_of(out: Path) -> list[dict]:
+    lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k != "tokens_per_s"} for line in lines]
+
+
+@pytest.fixture
+def train_script(tmp_path) -> Path:
+    """train.py on a very small size, as a script for torchrun."""
+    path = tmp_path / "small_train.py"
+    path.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\nimport train\n"
+                    "train.SIZES['tiny'] = (2, 16, 2, 8, 24, 32)\ntrain.EVAL_WINDOWS = 8\n"
+                    "sys.exit(train.main(sys.argv[1:]))\n")
+    return path
+
+
+def run_processes(n: int, script: Path, *flags: str) -> subprocess.CompletedProcess:
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)]
+    return subprocess.run([sys.executable, *(start if n > 1 else []), str(script), *flags],
+                          capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+
+def test_two_processes_give_the_losses_of_one_with_the_whole_batch(data, train_script, tmp_path):
+    flags = ["--data", str(data), "--steps", "6", "--drafter-steps", "6", "--batch", "4"]
+    logs = []
+    for n in (1, 2):
+        ran = run_processes(n, train_script, *flags, "--out", str(tmp_path / f"out{n}"))
+        assert ran.returncode == 0, ran.stderr
+        assert ran.stdout.count("try it:") == 1 and ("2 processes" in ran.stdout) == (n == 2)
+        logs.append(log_of(tmp_path / f"out{n}"))
+    assert len(logs[0]) == len(logs[1]) > 16
+    for one, two in zip(*logs):
+        assert one.keys() == two.keys() and one["step"] == two["step"]
+        for a, b in ((one, two), (one.get("eval", {}), two.get("eval", {}))):
+            for key in a.keys() - {"eval", "stage"}:
+                assert a[key] == pytest.approx(b[key], rel=1e-4, abs=0.005), key
+
+
+def test_a_batch_that_processes_cannot_share_is_one_line(data, train_script, tmp_path):
+    ran = run_processes(2, train_script, "--data", str(data), "--batch", "3", "--out",
+                        str(tmp_path / "out"))
+    assert ran.returncode != 0
+    assert ran.stderr.count("error: --batch is 3, shared by 2 processes") == 1
+
+
+def test_ctrl_c_of_two_processes_saves_after_the_same_step(data, train_script, tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+               "2", str(train_script), "--data", str(data), "--steps", "100000", "--batch", "2",
+               "--out", str(tmp_path / "out")]
+    running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True,
+                               stdout=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    for _ in range(600):
+        time.sleep(0.1)
+        if (tmp_path / "out" / "log.jsonl").exists():
+            break
+    os.killpg(running.pid, signal.SIGINT)  # as a terminal does
+    _, error = running.communicate(timeout=60)
+    again = "Go on with: torchrun --nproc-per-node 2 train.py"
+    assert error.count(again) == 1 and "saved in" in error, error
+    checkpoint = torch.load(tmp_path / "out" / "target.pt", weights_only=True)
+    assert checkpoint["training"]["step"] > 0
+
+
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint(run, monkeypatch, capsys):
     _, out = run("--stage", "target")
     before = (out / "target.pt").read_bytes()
     nan = torch.tensor(float("nan"), requires_grad=True)
-    monkeypatch.setattr(train, "stage_loss", lambda *a: (nan, {"next_loss": nan.item()}))
+    monkeypatch.setattr(train, "stage_loss", lambda *a: (nan, {"next_loss": nan}))
     assert run("--stage", "target", "--overwrite")[0] == 1
     assert "at step 0" in capsys.readouterr().err
     assert (out / "target.pt").read_bytes() == before
@@ -221,7 +317,8 @@ def test_a_damaged_log_is_named_in_one_line(run, capsys):
 
 @pytest.mark.parametrize("flags, word", [
     (["--device", "tpu"], "cpu, cuda"), (["--device", "cpu:x"], "cpu, cuda"),
-    (["--data", "no-such"], "prepare.py"),
+    (["--data", "no-such"], "prepare.py"), (["--dtype", "tf32"], "tf32 is for GPUs"),
+
     (["--stage", "drafter"], "train.py")])
 def test_mistakes_end_in_one_line_that_says_what_to_do(run, capsys, flags, word):
     assert run(*flags, out="empty")[0] == 1
