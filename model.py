@@ -238,8 +238,7 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """The target. `forward` gives states; `lm_head(states)` gives logits.
 
-    Its parameters carry the names of the public LlamaForCausalLM, there prefixed with "model."
-    (all but lm_head).
+    Its parameters carry the names of the public LlamaForCausalLM (to_public).
     """
 
     def __init__(self, cfg: Config):
@@ -278,6 +277,19 @@ class Llama(nn.Module):
             if i in tap_layers:
                 taps.append(x)
         return self.norm(x), torch.cat(taps, dim=-1) if taps else None
+
+
+def to_public(target: Llama) -> tuple[dict, dict[str, Tensor]]:
+    """The settings of a public LlamaConfig, and the weights of its LlamaForCausalLM."""
+    cfg = target.cfg
+    settings = dict(
+        vocab_size=cfg.vocab_size, hidden_size=cfg.width, intermediate_size=cfg.mlp_width,
+        num_hidden_layers=cfg.n_layer, num_attention_heads=cfg.n_head, head_dim=cfg.head_dim,
+        num_key_value_heads=cfg.n_kv_head, rms_norm_eps=cfg.norm_eps, tie_word_embeddings=False,
+        max_position_embeddings=cfg.context, rope_theta=cfg.rope_theta)
+    weights = {name if name.startswith("lm_head") else f"model.{name}": weight
+               for name, weight in target.state_dict().items()}
+    return settings, weights
 
 
 # ----------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from kit import random_tokens, randomise, small_config, small_models
 from torch import Tensor
 
 from model import (MAX_SLOTS, Config, Llama, attend, causal_mask, new_cache, preset, rope_tables,
-                   rotate)
+                   rotate, to_public)
 
 N = 12        # tokens of the text
 LENGTH = 20   # rows of the cache
@@ -332,18 +332,24 @@ def test_logits_equal_llama_by_its_definition():
     assert_close(target.lm_head(target(tokens)[0]), expected)
 
 
-def test_logits_equal_those_of_the_public_llama_with_the_same_weights():
+@pytest.mark.parametrize("n_kv_head", [4, 2, 1])
+@pytest.mark.parametrize("rope_theta", [10000.0, 500.0])
+def test_logits_equal_those_of_the_public_llama_with_the_same_weights(n_kv_head, rope_theta):
     transformers = pytest.importorskip("transformers")
-    target, _ = small_models()
-    cfg = target.cfg
-    public = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        vocab_size=cfg.vocab_size, hidden_size=cfg.width, intermediate_size=cfg.mlp_width,
-        num_hidden_layers=cfg.n_layer, num_attention_heads=cfg.n_head, head_dim=cfg.head_dim,
-        num_key_value_heads=cfg.n_kv_head, rms_norm_eps=cfg.norm_eps, tie_word_embeddings=False,
-        max_position_embeddings=cfg.context)).double()
-    public.load_state_dict({name if name.startswith("lm_head") else f"model.{name}": w
-                            for name, w in target.state_dict().items()})
+    target, _ = small_models(cfg=small_config(n_kv_head=n_kv_head, rope_theta=rope_theta))
+    settings, weights = to_public(target)
+    public = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings)).double()
+    public.load_state_dict(weights)
     tokens = random_tokens(2, 40)
-    logits = target.lm_head(target(tokens)[0])
-    # the public model makes its angles in float32, so they differ from ours in the last bits
-    torch.testing.assert_close(logits, public(tokens).logits, rtol=0, atol=1e-5)
+    expected = public(tokens).logits
+    # at any dtype the public model makes its angles and its norms in float32
+    torch.testing.assert_close(target.lm_head(target(tokens)[0]), expected, rtol=0, atol=1e-4)
+    cos, sin = public.model.rotary_emb(expected, torch.arange(40)[None])
+    target.cos[:40], target.sin[:40] = cos[0], sin[0]
+    for norm in [m for m in public.modules() if type(m).__name__ == "LlamaRMSNorm"]:
+        norm.forward = lambda x, norm=norm: norm.weight * x * torch.rsqrt(
+            x.square().mean(-1, keepdim=True) + norm.variance_epsilon)
+    expected = public(tokens).logits
+    torch.testing.assert_close(target.lm_head(target(tokens)[0]), expected, rtol=0, atol=1e-10)
+    target.cos[7] += 1e-6  # what the tolerance would notice
+    assert (target.lm_head(target(tokens)[0]) - expected).abs().max() > 1e-8
