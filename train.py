@@ -32,7 +32,7 @@ from data import prepare
 from dflash import draft_preset, sample_anchors
 from dmtp import (ARMS, LABELS, Drafter, block_loss, drafter_checkpoint, load_checkpoint,
                   load_target, pick_device, save_checkpoint, target_checkpoint)
-from model import MAX_LOGITS, SIZES, Llama, preset
+from model import MAX_LOGITS, SIZES, Block, Llama, preset
 from mtp import LOSSES, MTP, MTPLoss, check_cancels, draft_quality, target_losses
 
 EVAL_WINDOWS = 64
@@ -52,6 +52,8 @@ class Recipe:
     seed: int
     dtype: str               # float32 | tf32 | bfloat16 (autocast; weights stay float32)
     labels: str = "hard"     # of a drafter: the text's token, or the target's distribution (soft)
+    momentum: float = 0.95   # of Muon
+    beta1: float = 0.9       # of AdamW, its momentum
     clip: float = 1.0        # largest gradient norm
 
 
@@ -119,12 +121,12 @@ def make_optimizers(modules: list[nn.Module], recipe: Recipe) -> list[torch.opti
     if recipe.optimizer == "adamw":
         groups = [{"params": hidden, "weight_decay": recipe.weight_decay, "peak_lr": recipe.lr},
                   {"params": rest, "weight_decay": 0.0, "peak_lr": recipe.lr}]
-        return [torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)]
+        return [torch.optim.AdamW(groups, betas=(recipe.beta1, 0.95), fused=True)]
     # match_rms_adamw: an update has the size that AdamW's would have
-    muon = torch.optim.Muon([{"params": hidden, "peak_lr": recipe.lr}],
+    muon = torch.optim.Muon([{"params": hidden, "peak_lr": recipe.lr}], momentum=recipe.momentum,
                             weight_decay=recipe.weight_decay, adjust_lr_fn="match_rms_adamw")
     adamw = torch.optim.AdamW([{"params": rest, "peak_lr": recipe.lr_rest}],
-                              betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+                              betas=(recipe.beta1, 0.95), weight_decay=0.0, fused=True)
     return [muon, adamw]
 
 
@@ -402,19 +404,23 @@ class Defaults:
     lr_muon: float   # of the hidden matrices
     lr_rest: float   # of embeddings, lm_head and norms beside Muon
     lr_adamw: float  # of everything, without Muon
+    momentum: float = 0.85  # of Muon
+    beta1: float = 0.9      # of AdamW beside Muon
 
 
 # tiny: the best of what was tried in the same time on two cores (README, "How the defaults were
 # found"). The other sizes: the sources' batch, 20 tokens a parameter, and not tuned
 TARGET_DEFAULTS = {
-    "tiny": Defaults(steps=360, batch=8, lr_muon=0.02, lr_rest=0.06, lr_adamw=0.003),
+    "tiny": Defaults(steps=360, batch=8, lr_muon=0.02, lr_rest=0.06, lr_adamw=0.003,
+                     momentum=0.6, beta1=0.8),
     "6m": Defaults(steps=3600, batch=64, lr_muon=0.01, lr_rest=0.01, lr_adamw=0.002),
     "10m": Defaults(steps=6500, batch=64, lr_muon=0.01, lr_rest=0.01, lr_adamw=0.0015),
     "28m": Defaults(steps=17000, batch=64, lr_muon=0.01, lr_rest=0.01, lr_adamw=0.001),
     "59m": Defaults(steps=36000, batch=64, lr_muon=0.01, lr_rest=0.01, lr_adamw=0.0008),
 }
 DRAFTER_DEFAULTS = {
-    "tiny": Defaults(steps=440, batch=8, lr_muon=0.02, lr_rest=0.01, lr_adamw=0.003),
+    "tiny": Defaults(steps=440, batch=8, lr_muon=0.02, lr_rest=0.06, lr_adamw=0.003,
+                     momentum=0.6, beta1=0.8),
     "6m": Defaults(steps=3000, batch=64, lr_muon=0.01, lr_rest=0.01, lr_adamw=0.001),
     "10m": Defaults(steps=3000, batch=64, lr_muon=0.01, lr_rest=0.01, lr_adamw=0.001),
     "28m": Defaults(steps=6000, batch=64, lr_muon=0.01, lr_rest=0.01, lr_adamw=0.0006),
@@ -470,7 +476,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
              "nearly equal vectors; tf32 is for GPUs)")
     add("--micro-batch", type=int, metavar="N",
         help="windows in memory at a time, in each process (default all of a step)")
-    add("--compile", action="store_true", help="run the models through torch.compile")
+    add("--compile", action="store_true", help="run the layers of target and head through torch.compile")
     args = parser.parse_args(argv)
     args.mtp_loss = args.mtp_loss or "ec"
     for name in ("steps", "drafter_steps", "batch", "lr", "micro_batch"):
@@ -504,7 +510,8 @@ def make_recipe(args: argparse.Namespace, defaults: Defaults, steps: int | None,
     lr = args.lr or (defaults.lr_muon if muon else defaults.lr_adamw)
     return Recipe(steps=steps, batch=batch, optimizer=args.optimizer, lr=lr,
                   lr_rest=defaults.lr_rest if muon else lr, weight_decay=0.0 if muon else 0.1,
-                  warmup=max(1, steps // 20), seed=args.seed, dtype=args.dtype, labels=labels)
+                  warmup=max(1, steps // 20), seed=args.seed, dtype=args.dtype, labels=labels,
+                  momentum=defaults.momentum, beta1=defaults.beta1 if muon else 0.9)
 
 
 def earlier_run(path: Path, kind: str, settings: dict, args: argparse.Namespace) -> dict:
@@ -558,7 +565,7 @@ def run_target(args: argparse.Namespace, data: prepare.Dataset, device: torch.de
     print(f"recipe    {describe(recipe, cfg.context)}")
     stage = Stage(target.to(device), mtp.to(device), mtp_loss, drafter=None)
     if args.compile:
-        compile_models(target, mtp)
+        compile_blocks(target, mtp)
     start = time.perf_counter()
     state = state or {"settings": settings, "size": size, "data": args.data,
                       "tokenizer": data.tokenizer}
@@ -593,7 +600,7 @@ def run_drafter(args: argparse.Namespace, data: prepare.Dataset, device: torch.d
     print(f"recipe    {describe(recipe, target.cfg.context)}")
     stage = Stage(target.to(device), mtp.to(device), MTPLoss(), drafter.to(device))
     if args.compile:
-        compile_models(target, mtp)  # the drafter's groups of blocks have too many shapes
+        compile_blocks(target, mtp)  # the drafter's groups of blocks have too many shapes
     start = time.perf_counter()
     state = state or {"settings": settings, "name": args.drafter,
                       "target_fingerprint": checkpoint["fingerprint"]}
@@ -601,15 +608,18 @@ def run_drafter(args: argparse.Namespace, data: prepare.Dataset, device: torch.d
     report(f"drafter {args.drafter}", measures, time.perf_counter() - start)
 
 
-def compile_models(*models: nn.Module) -> None:
-    """Compile their forward in place; ValueError where torch.compile cannot."""
+def compile_blocks(*models: nn.Module) -> None:
+    """Compile their decoder layers in place, all at once, as they are one piece of code; what is
+    around them gains little. ValueError where torch.compile cannot."""
     try:
         torch.compile(lambda x: x + 1)(torch.ones(2, device=next(models[0].parameters()).device))
     except Exception as e:  # of compilers, drivers and file systems
         raise ValueError(f"--compile: torch.compile does not work here ({type(e).__name__}): it "
                          "needs a C++ compiler for CPUs, Triton for GPUs; or leave it out") from e
     for model in models:
-        model.compile()
+        for module in model.modules():
+            if isinstance(module, Block):
+                module.compile()
 
 
 def describe(recipe: Recipe, T: int) -> str:

@@ -360,7 +360,7 @@ def saved_bytes_of(make_total) -> int:
     alive = weakref.WeakSet()
 
     def pack(x: Tensor) -> Held:
-        held = Held(x)
+        held = Held(x.detach())  # an output that its own node saves would be a cycle
         alive.add(held)
         return held
 
