@@ -476,7 +476,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
              "nearly equal vectors; tf32 is for GPUs)")
     add("--micro-batch", type=int, metavar="N",
         help="windows in memory at a time, in each process (default all of a step)")
-    add("--compile", action="store_true", help="run the layers of target and head through torch.compile")
+    add("--compile", action="store_true",
+        help="run the layers of target and head through torch.compile")
     args = parser.parse_args(argv)
     args.mtp_loss = args.mtp_loss or "ec"
     for name in ("steps", "drafter_steps", "batch", "lr", "micro_batch"):
