@@ -539,6 +539,9 @@ def report(title: str, measures: dict[str, float], seconds: float) -> None:
     for name, value in measures.items():
         meaning = MEANING.get(name, f"of the proposals {name.removeprefix('agreement_')}")
         print(f"  {name:20} {value:8.4f}   {meaning}")
+    if torch.cuda.is_initialized():
+        peak = torch.cuda.max_memory_allocated() / 2 ** 30
+        print(f"  peak memory {peak:17.2f}   GiB that the GPU's allocator held at most, so far")
 
 
 def run_target(args: argparse.Namespace, data: prepare.Dataset, device: torch.device) -> None:
