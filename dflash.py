@@ -74,6 +74,14 @@ def sample_anchors(n_rows: int, T: int, S: int, seed: int, step: int) -> Tensor:
     return torch.from_numpy(np.sort(order, axis=1))
 
 
+def context_seen(anchors: Tensor, T: int) -> list[int]:
+    """How many context rows each GROUP of anchors (B, N) can see at most, up to a multiple of 64.
+
+    These numbers are shapes, so the anchors must be at hand on the CPU.
+    """
+    return [min(T, -(-int(group.max()) // 64) * 64) for group in anchors.split(GROUP, dim=1)]
+
+
 def training_mask(anchors: Tensor, T: int, S: int, window: int) -> Tensor:
     """What each slot of each block sees: (B, 1, N S, T + N S), True = visible, for anchors (B, N).
 
@@ -125,20 +133,19 @@ class DFlash(nn.Module):
         """The context (B, S, C) of taps (B, S, n_tap C), the same for all layers."""
         return self.hidden_norm(self.fc(taps))
 
-    def forward_blocks(self, target: Llama, taps: Tensor, x: Tensor, anchors: Tensor) -> Tensor:
+    def forward_blocks(self, target: Llama, taps: Tensor, x: Tensor, anchors: Tensor,
+                       seen: list[int]) -> Tensor:
         """Training: states (B, N, S, C) of block inputs x (B, N, S, C) and taps (B, T, n_tap C).
 
-        anchors (B, N) lie on the CPU: how much context a group of blocks can see is a shape.
+        anchors (B, N); seen as context_seen gives it.
         """
         B, N, S, C = x.shape
         T = taps.size(1)
         context = self.context(taps)  # (B, T, C)
         context_rope = target.rope(torch.arange(T, device=taps.device)[None])
-        masks = []
-        for group in anchors.split(GROUP, dim=1):
-            seen = min(T, -(-int(group.max()) // 64) * 64)  # few different shapes
-            masks.append(training_mask(group.to(taps.device), seen, S, self.draft.window))
-        rope = target.rope(slot_positions(anchors.to(taps.device), S).flatten(1))
+        masks = [training_mask(group, n, S, self.draft.window)
+                 for group, n in zip(anchors.split(GROUP, dim=1), seen, strict=True)]
+        rope = target.rope(slot_positions(anchors, S).flatten(1))
         x = x.flatten(1, 2)  # (B, N S, C)
         for layer in self.layers:
             k, v = layer.self_attn.keys_values(context, context_rope)

@@ -30,7 +30,8 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from dflash import DFlash, DraftConfig, decayed_cross_entropy, slot_positions
+from dflash import (DFlash, DraftConfig, context_seen, decayed_cross_entropy,
+                    slot_positions)
 from model import MAX_LOGITS, Config, Llama, through_head
 from mtp import MTP
 
@@ -105,14 +106,13 @@ def block_loss(target: Llama, mtp: MTP, drafter: Drafter, tokens: Tensor, anchor
     labels: hard is the text's token, as in the sources; soft is the target's whole distribution
     for that token, from the same forward pass: what a proposal is verified against is the target.
     `measure` adds the agreement with the target's argmax, given the text before (zeros otherwise).
-    The target and the head only give features and are meant to be frozen. anchors lie on the CPU
-    (DFlash.forward_blocks).
+    The target and the head only give features and are meant to be frozen. anchors lie on the CPU.
     """
     assert labels in LABELS, labels
     draft, first = drafter.dflash.draft, drafter.first
     B, N = anchors.shape
     rows = torch.arange(B, device=tokens.device)[:, None]                       # (B, 1)
-    a = anchors.to(tokens.device)                                               # (B, N)
+    a = to_device(anchors, tokens.device)                                       # (B, N)
     at = slot_positions(a, draft.n_slots)                                       # (B, N, S)
     block = tokens[rows[:, :, None], at]                                        # (B, N, S)
     h = None
@@ -125,7 +125,8 @@ def block_loss(target: Llama, mtp: MTP, drafter: Drafter, tokens: Tensor, anchor
         # the target predicts the token of a slot one row before it
         verifier = states[rows[:, :, None], at[:, :, first:] - 1].flatten(1, 2)  # (B, N n, C)
     x = drafter.block_inputs(a_emb, drafter.fuse(t1_emb, h))                    # (B, N, S, C)
-    out = drafter.dflash.forward_blocks(target, taps, x, anchors)[:, :, first:]
+    seen = context_seen(anchors, tokens.size(1))
+    out = drafter.dflash.forward_blocks(target, taps, x, a, seen)[:, :, first:]
 
     def loss_of(logits: list[Tensor], part: slice) -> tuple[Tensor, Tensor]:
         """Each window's share of the loss, and of the agreement."""
@@ -162,6 +163,11 @@ def pick_device(wanted: str | None) -> torch.device:
         raise ValueError(f"--device is {wanted!r}, but torch sees {n} CUDA devices: "
                          "use --device cpu")
     return device
+
+
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """x there; a GPU fetches it from pinned memory while this process goes on."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 def save_checkpoint(path: Path, checkpoint: dict) -> None:

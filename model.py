@@ -279,6 +279,15 @@ class Llama(nn.Module):
         return self.norm(x), torch.cat(taps, dim=-1) if taps else None
 
 
+def init_weights(module: nn.Module, n_layer: int) -> None:
+    """As GPT-2: N(0, 0.02), and 1/sqrt(2 n_layer) of that where a branch joins the residual."""
+    for name, p in module.named_parameters():
+        if p.dim() < 2:
+            continue  # norm gains start at one
+        joins = name.endswith(("o_proj.weight", "down_proj.weight"))
+        nn.init.normal_(p, std=0.02 / math.sqrt(2 * n_layer) if joins else 0.02)
+
+
 def to_public(target: Llama) -> tuple[dict, dict[str, Tensor]]:
     """The settings of a public LlamaConfig, and the weights of its LlamaForCausalLM."""
     cfg = target.cfg
@@ -305,8 +314,8 @@ def through_head(lm_head: nn.Linear, states: list[Tensor], loss_of: Callable,
 
     loss_of(logits, part) takes a list of logits (b, rows, V), one of each of the states
     (B, rows, C), and the slice of windows that they are of. With more than max_logits numbers the
-    windows are taken a few at a time, each part's gradient at once, and its logits are dropped:
-    nothing of size (B, rows, V) is ever held. The gradients are those of the plain form.
+    windows are taken a few at a time, or one, each part's gradient at once, and its logits are
+    dropped: nothing of size (B, rows, V) is ever held. The gradients are those of the plain form.
     """
     B, n_rows = states[0].size(0), sum(x.size(1) for x in states)
     n = max(1, max_logits // (n_rows * lm_head.weight.size(0)))
@@ -343,12 +352,3 @@ class ChunkedHead(torch.autograd.Function):
     def backward(ctx, g: Tensor, _):
         weight, *states = (None if grad is None else g * grad for grad in ctx.saved_tensors)
         return weight, None, None, *states
-
-
-def init_weights(module: nn.Module, n_layer: int) -> None:
-    """As GPT-2: N(0, 0.02), and 1/sqrt(2 n_layer) of that where a branch joins the residual."""
-    for name, p in module.named_parameters():
-        if p.dim() < 2:
-            continue  # norm gains start at one
-        joins = name.endswith(("o_proj.weight", "down_proj.weight"))
-        nn.init.normal_(p, std=0.02 / math.sqrt(2 * n_layer) if joins else 0.02)

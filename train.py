@@ -31,7 +31,7 @@ from tqdm import tqdm
 from data import prepare
 from dflash import draft_preset, sample_anchors
 from dmtp import (ARMS, LABELS, Drafter, block_loss, drafter_checkpoint, load_checkpoint,
-                  load_target, pick_device, save_checkpoint, target_checkpoint)
+                  load_target, pick_device, save_checkpoint, target_checkpoint, to_device)
 from model import MAX_LOGITS, SIZES, Block, Llama, preset
 from mtp import LOSSES, MTP, MTPLoss, check_cancels, draft_quality, target_losses
 
@@ -80,14 +80,15 @@ def get_lr(step: int, recipe: Recipe) -> float:
     return min(1.0, up, down)
 
 
-def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """x there; a GPU fetches it from pinned memory while this process goes on."""
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
-
-
 def process() -> tuple[int, int]:
     """This process's rank, and how many there are (torchrun's)."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def wait_for_all() -> None:
+    """Until every process is here: what the first one writes is then on the disk."""
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def average_over_processes(tensors: list[Tensor]) -> None:
@@ -220,7 +221,7 @@ def step_gradients(stage: Stage, recipe: Recipe, windows: Tensor, step: int, mic
 
 @torch.no_grad()
 def evaluate(stage: Stage, windows: Tensor, recipe: Recipe) -> dict[str, float]:
-    """The stage's measures on held-out windows, in float32, averaged over the windows."""
+    """The stage's measures on held-out windows, averaged over the windows; without autocast."""
     total: dict[str, float] = {}
     head = stage.target.lm_head
     at_once = max(1, min(16, MAX_LOGITS // (2 * windows.size(1) * head.weight.size(0))))
@@ -345,10 +346,10 @@ def train(stage: Stage, recipe: Recipe, data: prepare.Dataset, path: Path, state
                     save_checkpoint(path, state | weights(stage, state) | {
                         "training": {} if last else training, "eval": measures})
             if stop:
+                wait_for_all()
                 raise KeyboardInterrupt(f"stopped after step {step + 1} of {recipe.steps}, "
                                         f"saved in {path}")
-    if process()[1] > 1:
-        dist.barrier()  # the file is written when any process goes on
+    wait_for_all()
     return measures
 
 
@@ -411,7 +412,7 @@ class Defaults:
 # tiny: the best of what was tried in the same time on two cores (README, "How the defaults were
 # found"). The other sizes: the sources' batch, 20 tokens a parameter, and not tuned
 TARGET_DEFAULTS = {
-    "tiny": Defaults(steps=360, batch=8, lr_muon=0.02, lr_rest=0.06, lr_adamw=0.003,
+    "tiny": Defaults(steps=360, batch=8, lr_muon=0.014, lr_rest=0.06, lr_adamw=0.003,
                      momentum=0.6, beta1=0.8),
     "6m": Defaults(steps=3600, batch=64, lr_muon=0.01, lr_rest=0.01, lr_adamw=0.002),
     "10m": Defaults(steps=6500, batch=64, lr_muon=0.01, lr_rest=0.01, lr_adamw=0.0015),
@@ -489,8 +490,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def open_data(name: str | None) -> tuple[str, prepare.Dataset]:
-    """Name and data: as asked, or FineWeb-Edu if it is prepared, or the standard library."""
+def ready_data(name: str | None) -> str:
+    """The data's name: as asked, or FineWeb-Edu if it is prepared, or the standard library, which
+    is prepared where it is not."""
     root = Path(prepare.__file__).parent
     if name is None and (root / "fineweb-edu" / "meta.json").exists():
         name = "fineweb-edu"
@@ -498,7 +500,7 @@ def open_data(name: str | None) -> tuple[str, prepare.Dataset]:
         name = "stdlib"
         if not (root / name / "meta.json").exists():
             prepare.prepare_stdlib(root / name)
-    return name, prepare.load(name)
+    return name
 
 
 def make_recipe(args: argparse.Namespace, defaults: Defaults, steps: int | None,
@@ -635,8 +637,11 @@ def describe(recipe: Recipe, T: int) -> str:
 def run(args: argparse.Namespace) -> None:
     device = pick_device(args.device)
     rank, n_processes = process()
-    if n_processes > 1 and device == torch.device("cuda"):
-        device = torch.device("cuda", rank % torch.cuda.device_count())
+    if n_processes > 1 and device.type == "cuda":
+        if device.index is not None or n_processes > torch.cuda.device_count():
+            raise ValueError(f"{n_processes} processes share {torch.cuda.device_count()} GPUs and "
+                             f"--device {device}: start one a GPU, and give --device cuda, or none")
+        device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
     if args.dtype == "tf32" and device.type != "cuda":
         raise ValueError(f"--dtype tf32 is for GPUs of NVIDIA, the device is {device}: use float32")
@@ -644,10 +649,10 @@ def run(args: argparse.Namespace) -> None:
     print(f"device    {device}, {torch.get_num_threads()} threads, torch {torch.__version__}"
           + f", {n_processes} processes" * (n_processes > 1))
     if rank == 0:
-        open_data(args.data)
-    if n_processes > 1:
-        dist.barrier()  # the data is prepared, once
-    args.data, data = open_data(args.data)
+        args.data = ready_data(args.data)
+    wait_for_all()
+    args.data = ready_data(args.data)
+    data = prepare.load(args.data)
     print(f"data      {args.data}: {len(data.train) / 1e6:.2f}M tokens to train on, "
           f"{len(data.val) / 1e6:.2f}M held out, vocabulary {data.tokenizer['vocab_size']}")
     args.out.mkdir(parents=True, exist_ok=True)
@@ -669,8 +674,7 @@ def main(argv: list[str] | None = None) -> int:
         with redirect_stdout(speaker or sys.stdout):
             run(args)
     except (ValueError, OSError) as e:
-        if speaker is None:
-            print(f"error: {e}", file=sys.stderr)
+        print(f"error: {e}" if speaker is None else f"process {process()[0]}: {e}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as e:
         words = sys.argv[1:] if argv is None else argv

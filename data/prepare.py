@@ -9,8 +9,8 @@ A folder data/<name>/ holds
     train.bin, val.bin   token ids, raw little-endian uint16; every document ends with end-of-text
     vocab.tiktoken       the tokenizer, one "base64-of-the-token rank" per line
     meta.json            counts, settings, digests; written last: without it nothing counts
-The same text and settings give the same bytes. Text is read in parts and never held whole, three
-times over: to count it, to learn the vocabulary from a sample, to encode it.
+The same text and settings give the same bytes. Text is streamed, a document or a part of one at a
+time, and read once for each purpose: digests of your own files, counting, learning, encoding.
 
 Rules for your own files
     .txt is one document; .jsonl has one a line: "text", or "prompt" / "question", a line end, and
@@ -18,9 +18,10 @@ Rules for your own files
     UTF-8 only: other bytes are refused, with the file's name. A byte order mark is dropped, every
     line end becomes \\n, half a surrogate pair in JSON becomes U+FFFD. Empty documents are left
     out and counted. The text <|endoftext|> inside a document stays plain text.
-    Held out: the files of --val; else 5 % of the documents, but at most 20 million characters, by
-    a hash of a document's first part, so that copies fall on one side; with fewer than 100
-    documents the last 5 % of all the text.
+    Held out: the files of --val; else 5 % of the documents (about 20 million characters, if that
+    is less), by a hash of a document's first part, so that copies fall on one side; where these
+    would be fewer than 10, the last 5 % of all the text. Text without enough repetition for the
+    vocabulary, or with nothing for one side, is refused.
 """
 
 import argparse
@@ -66,7 +67,8 @@ PART_CHARS = 1 << 16       # a document longer than this is read and encoded in 
 BATCH_CHARS = 1 << 22      # encoded at once, over all cores
 SAMPLE_CHARS = 32_000_000  # of the text, for learning the vocabulary
 STDLIB_VAL_SHARE = 0.12    # in Python 3.10-3.13 over 64 files with 192 tokens
-VAL_SHARE, VAL_CHARS, FEW_DOCUMENTS = 0.05, 20_000_000, 100
+VAL_SHARE, VAL_CHARS, MIN_HELD_OUT = 0.05, 20_000_000, 10
+LARGE_TEXT = 20_000_000     # characters, from which on 8192 tokens are learned by default
 GPT2_EOT = 50256
 
 # FineWeb-Edu as GPT-2 ids, by the llm.c project, licence ODC-By: shard 0 is validation, 1 to 1001
@@ -259,7 +261,8 @@ def read_files(paths: list[Path]) -> Iterator[Part]:
             open(path, encoding="utf-8-sig")
         try:
             with opened as file:
-                yield from (read_jsonl if ".jsonl" in path.suffixes else read_txt)(file)
+                read = read_jsonl if path.name.removesuffix(".gz").endswith(".jsonl") else read_txt
+                yield from read(file)
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is not UTF-8 (byte 0x{error.object[error.start]:02x}): "
                              "convert it, or leave it out") from error
@@ -299,11 +302,14 @@ def record_text(record: dict) -> str:
     """The document in one JSON record."""
     if not isinstance(record, dict):
         raise ValueError(f"a {type(record).__name__} where an object with a text is expected")
-    question = record.get("prompt", record.get("question"))
-    answer = record.get("completion", record.get("answer"))
-    if isinstance(record.get("text"), str):
-        return record["text"]
-    if isinstance(question, str) and isinstance(answer, str):
+
+    def first(*names: str) -> str | None:
+        return next((record[name] for name in names if isinstance(record.get(name), str)), None)
+
+    question, answer = first("prompt", "question"), first("completion", "answer")
+    if (text := first("text")) is not None:
+        return text
+    if question is not None and answer is not None:
         return f"{question}\n{answer}"
     raise ValueError('neither "text" nor "prompt" and "completion" (or "question" and "answer") '
                      f"as strings, only {', '.join(map(repr, record)) or 'nothing'}")
@@ -337,7 +343,7 @@ def split(source: Source, found: Survey) -> Iterator[tuple[str, Part]]:
     are held out: train gets "abcd", val gets "ef" and "gh", three documents in all.
     """
     share = min(source.val_share, VAL_CHARS / max(1, found.n_chars))
-    few = found.n_documents < FEW_DOCUMENTS
+    few = found.n_documents * share < MIN_HELD_OUT
     left = found.n_chars - round(found.n_chars * share)  # characters before a held-out tail
     side, first = "train", True
     for part in source.parts():
@@ -359,6 +365,7 @@ def split(source: Source, found: Survey) -> Iterator[tuple[str, Part]]:
         first = part.ends
     if source.val_parts is not None:
         yield from (("val", part) for part in source.val_parts() if part.text)
+
 
 # ----------------------------------------------------------------------------------------------
 # token files
@@ -486,10 +493,13 @@ def build(source: Source, vocab: int | str | None, folder: Path) -> dict:
     print(f"read      {found.n_documents:,} documents, {found.n_chars / 1e6:.1f}M characters, "
           f"{found.n_empty} empty | {time.perf_counter() - start:.1f} s")
     if vocab is None:
-        vocab = 8192 if found.n_chars >= 20_000_000 else 2048
+        vocab = 8192 if found.n_chars >= LARGE_TEXT else 2048
         print(f"vocab     {vocab}, the default for so much text")
     start = time.perf_counter()
-    tokenizer = gpt2_tokenizer() if vocab == "gpt2" else learn(source, found, vocab)
+    try:
+        tokenizer = gpt2_tokenizer() if vocab == "gpt2" else learn(source, found, vocab)
+    except ValueError as error:
+        raise ValueError(f"{source.about}: {error}") from error
     (folder / "vocab.tiktoken").write_bytes(tokenizer["ranks"].encode())
     print(f"learn     {tokenizer['vocab_size']} tokens | {time.perf_counter() - start:.1f} s")
     start = time.perf_counter()
@@ -628,12 +638,21 @@ def receive(url: str, path: Path, have: int, n_bytes: int) -> None:
                    unit_scale=True, disable=None)
         with open(path, "ab") as file, bar:
             # a server that knows no ranges begins at the front, and does not stop in time
-            while skip and (block := answer.read(min(skip, 1 << 20))):
+            while skip and (block := read_some(answer, skip)):
                 skip -= len(block)
-            while have < n_bytes and (block := answer.read(min(n_bytes - have, 1 << 20))):
+            while have < n_bytes and (block := read_some(answer, n_bytes - have)):
                 file.write(block)
                 have += len(block)
                 bar.update(len(block))
+
+
+def read_some(answer, n_bytes: int) -> bytes:
+    """Some of the next n_bytes, or none at the end. ConnectionError for any fault on the way: an
+    OSError of the disk, to which they are written, must not look like one."""
+    try:
+        return answer.read(min(n_bytes, 1 << 20))
+    except OSError as error:
+        raise ConnectionError(str(error) or type(error).__name__) from error
 
 
 class Shard(NamedTuple):
@@ -642,9 +661,9 @@ class Shard(NamedTuple):
 
     def blocks(self) -> Iterator[np.ndarray]:
         """Its ids, uint16, some at a time."""
-        ids = np.memmap(self.path, dtype="<u2", mode="r", offset=SHARD_HEADER)
+        ids = np.memmap(self.path, "<u2", "r", offset=SHARD_HEADER, shape=(self.n_tokens,))
         for i in range(0, self.n_tokens, 1 << 20):
-            yield np.array(ids[i:min(i + (1 << 20), self.n_tokens)])
+            yield np.array(ids[i:i + (1 << 20)])
 
 
 def fetch_shard(number: int, n_tokens: int, folder: Path) -> Shard:
@@ -655,13 +674,15 @@ def fetch_shard(number: int, n_tokens: int, folder: Path) -> Shard:
     name = f"edu_fineweb_{'train' if number else 'val'}_{number:06d}.bin"
     url, whole = f"{HUB}/{name}", folder / name
     path = whole if whole.exists() else folder / f"{name}.part"
-    fetch(url, path, SHARD_HEADER)
-    magic, layout, count = np.fromfile(path, dtype="<i4", count=3).tolist()
-    if (magic, layout) != (SHARD_MAGIC, 1) or count <= 0:
-        path.unlink()
-        raise ValueError(f"{url} is no shard of GPT-2 tokens: it begins with {magic}, {layout}, "
-                         f"{count}, not with {SHARD_MAGIC}, 1 and a count")
-    n_tokens, n_bytes = min(n_tokens, count), SHARD_HEADER + 2 * count
+    if path != whole:
+        fetch(url, path, SHARD_HEADER)
+    header = np.fromfile(path, dtype="<i4", count=3).tolist()
+    if header[:2] != [SHARD_MAGIC, 1] or header[2] <= 0:
+        if path != whole:
+            path.unlink()
+        raise ValueError(f"{url if path != whole else path} is no shard of GPT-2 tokens: it begins "
+                         f"with {header}, not with [{SHARD_MAGIC}, 1, a count]")
+    n_tokens, n_bytes = min(n_tokens, header[2]), SHARD_HEADER + 2 * header[2]
     if path != whole:
         fetch(url, path, SHARD_HEADER + 2 * n_tokens)
     size = path.stat().st_size
@@ -700,8 +721,10 @@ def copy_ids(shards: list[Shard], path: Path) -> dict:
                 write_ids(file, block, GPT2_EOT + 1)
                 n_tokens += len(block)
                 n_documents += int((block == GPT2_EOT).sum())
-        write_ids(file, [GPT2_EOT], GPT2_EOT + 1)
-    return {f"{path.stem}_tokens": n_tokens + 1, f"{path.stem}_documents": n_documents + 1}
+        if len(block) == 0 or block[-1] != GPT2_EOT:
+            write_ids(file, [GPT2_EOT], GPT2_EOT + 1)
+            n_tokens, n_documents = n_tokens + 1, n_documents + 1
+    return {f"{path.stem}_tokens": n_tokens, f"{path.stem}_documents": n_documents}
 
 
 def prepare_fineweb(out: Path, n_tokens: int, vocab: int | str) -> dict:
@@ -776,7 +799,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     if args.own and {"stdlib", "fineweb-edu"} & set(args.source):
         parser.error("stdlib and fineweb-edu stand alone: prepare other files apart")
     if args.val and not args.own:
-        parser.error("--val is for your own files")
+        parser.error("--val is for your own files, and stands behind them: FILES --val FILES")
     if (args.shards or args.tokens) and args.source != ["fineweb-edu"]:
         parser.error("--shards and --tokens are for fineweb-edu")
     if args.name is None:

@@ -13,8 +13,8 @@ import torch
 from kit import random_tokens, small_config, small_drafter, small_models
 from torch import Tensor, nn
 
-from dflash import (DFlash, decay_weights, decayed_cross_entropy, draft_preset, round_mask,
-                    sample_anchors, slot_positions, training_mask)
+from dflash import (DFlash, context_seen, decay_weights, decayed_cross_entropy, draft_preset,
+                    round_mask, sample_anchors, slot_positions, training_mask)
 from model import SIZES, Llama, new_cache, preset
 
 WINDOWS = [1, 3, 4096]
@@ -26,6 +26,11 @@ def random_anchors(n_rows: int, N: int, T: int, S: int, seed: int) -> Tensor:
     anchors = torch.randint(1, T - S + 1, (n_rows, N), generator=generator)
     anchors[:, 0] = 1
     return anchors
+
+
+def blocks(dflash: DFlash, target: Llama, taps: Tensor, x: Tensor, anchors: Tensor) -> Tensor:
+    """forward_blocks, each group over the context that it can see."""
+    return dflash.forward_blocks(target, taps, x, anchors, context_seen(anchors, taps.size(1)))
 
 
 # ----------------------------------------------------------------------------------------------
@@ -72,7 +77,7 @@ def test_groups_of_blocks_give_what_all_blocks_at_once_give(monkeypatch, window)
     results = []
     for group in (1, 2, 3, 7):
         monkeypatch.setattr("dflash.GROUP", group)
-        states = dflash.forward_blocks(target, taps, x, anchors)
+        states = blocks(dflash, target, taps, x, anchors)
         dflash.zero_grad()
         states.square().sum().backward()
         results.append([states, *(p.grad.clone() for p in dflash.parameters()
@@ -90,7 +95,7 @@ def test_no_group_holds_a_mask_over_all_blocks(monkeypatch):
     dflash = small_drafter(target.cfg, "dflash").dflash
     anchors = sample_anchors(2, 512, 8, seed=0, step=0)
     dflash.forward_blocks(target, torch.randn(2, 512, 96).double(),
-                          torch.randn(2, 64, 8, 32).double(), anchors)
+                          torch.randn(2, 64, 8, 32).double(), anchors, context_seen(anchors, 512))
     assert len(seen) == 8 and sum(m.numel() for m in seen) < 0.4 * 2 * 512 * (512 + 512)
 
 
@@ -296,7 +301,7 @@ def test_many_blocks_in_one_forward_equal_one_query_one_head_one_key_at_a_time(w
     target, dflash = small_dflash(window=window)
     taps, x = random_inputs(dflash, 1, 3, T, seed=1)
     anchors = torch.tensor([[1, 9, 12]])
-    states = dflash.forward_blocks(target, taps, x, anchors)
+    states = blocks(dflash, target, taps, x, anchors)
     for n, a in enumerate(anchors[0].tolist()):
         slow = slow_block(target, dflash, taps[0], x[0, n], a)
         torch.testing.assert_close(states[0, n], slow, rtol=1e-10, atol=1e-10)
@@ -310,7 +315,7 @@ def test_a_block_does_not_move_by_one_bit_when_everything_else_changes(window):
     for seed in range(4):
         taps, x = random_inputs(dflash, 2, N, T, seed)
         anchors = random_anchors(2, N, T, S, seed)
-        states = dflash.forward_blocks(target, taps, x, anchors)
+        states = blocks(dflash, target, taps, x, anchors)
         for n in range(N):
             a = anchors[0, n].item()
             # other rows, other blocks and their anchors, taps outside [a - window, a): all replaced
@@ -320,7 +325,7 @@ def test_a_block_does_not_move_by_one_bit_when_everything_else_changes(window):
             start = max(0, a - window)
             other_taps[0, start:a] = taps[0, start:a]
             other_x[0, n], other_anchors[0, n] = x[0, n], a
-            moved = dflash.forward_blocks(target, other_taps, other_x, other_anchors)
+            moved = blocks(dflash, target, other_taps, other_x, other_anchors)
             assert torch.equal(moved[0, n], states[0, n])
             assert not torch.equal(moved[0, n - 1], states[0, n - 1])
 
@@ -334,12 +339,12 @@ def test_every_slot_reads_exactly_the_context_rows_of_the_window(window, n_layer
     target, dflash = small_dflash(window=window, n_layer=n_layer)
     taps, x = random_inputs(dflash, 1, 5, T, seed=1)
     anchors = torch.tensor([[1, 4, 5, 13, T - S]])  # overlapping, and at both ends
-    states = dflash.forward_blocks(target, taps, x, anchors)
+    states = blocks(dflash, target, taps, x, anchors)
     movers = [[set() for _ in range(S)] for _ in anchors[0]]
     for row in range(T):
         changed = taps.clone()
         changed[0, row] = -changed[0, row]
-        moved = dflash.forward_blocks(target, changed, x, anchors)
+        moved = blocks(dflash, target, changed, x, anchors)
         for n, slot in (moved != states)[0].any(dim=-1).nonzero().tolist():
             movers[n][slot].add(row)
     for n, a in enumerate(anchors[0].tolist()):
@@ -353,12 +358,12 @@ def test_every_slot_sees_every_slot_of_its_block_and_no_other(n_layer):
     target, dflash = small_dflash(n_layer=n_layer)
     taps, x = random_inputs(dflash, 1, N, T, seed=1)
     anchors = torch.tensor([[4, 5, 12]])
-    states = dflash.forward_blocks(target, taps, x, anchors)
+    states = blocks(dflash, target, taps, x, anchors)
     for n in range(N):
         for slot in range(S):
             changed = x.clone()
             changed[0, n, slot] = -changed[0, n, slot]
-            moved = dflash.forward_blocks(target, taps, changed, anchors)
+            moved = blocks(dflash, target, taps, changed, anchors)
             moves = (moved != states)[0].any(dim=-1)  # (N, S)
             assert moves[n].all() and moves.sum() == S
 

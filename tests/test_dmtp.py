@@ -71,7 +71,7 @@ def watch(monkeypatch, target: Llama, mtp: MTP, drafter: Drafter, tokens: Tensor
         patch.setattr(dmtp, "decayed_cross_entropy", listened("loss", dmtp.decayed_cross_entropy))
         result = block_loss(target, mtp, drafter, tokens, anchors, **settings)
     (t1_emb, h), _ = calls["fuse"]
-    (_, _, x, _), states = calls["blocks"]
+    (_, _, x, *_), states = calls["blocks"]
     (logits, labels, _), _ = calls["loss"]
     return Seen(t1_emb, h, x, states, logits, labels, result)
 
@@ -272,7 +272,7 @@ def test_loss_and_agreement_equal_a_loop_over_single_blocks(arm, window, labels)
             h = mtp(target, states, tokens[b:b + 1, 1:a + 1])[0, -1]
             a_emb, t1_emb = target.embed_tokens(tokens[b, a:a + 2])
             x = drafter.block_inputs(a_emb, drafter.fuse(t1_emb, h))[None, None]
-            out = drafter.dflash.forward_blocks(target, taps, x, torch.tensor([[a]]))[0, 0]
+            out = drafter.dflash.forward_blocks(target, taps, x, torch.tensor([[a]]), [T])[0, 0]
             for slot in range(first, S):
                 log_p = target.lm_head(out[slot]).log_softmax(dim=-1)
                 row, weight = own[a + slot - 1], math.exp(-(slot - first) / 3.0)
@@ -326,7 +326,7 @@ def test_agreement_is_one_where_the_proposal_is_the_targets_own_token(arm, monke
     tokens, anchors = random_tokens(3, T), random_anchors(3, 5)
     states, _ = target(tokens)
 
-    def oracle(target, taps, x, anchors):
+    def oracle(target, taps, x, anchors, seen):
         rows = torch.arange(3)[:, None, None]
         return states[rows, anchors[:, :, None] + torch.arange(S) - 1]
 

@@ -208,6 +208,67 @@ def test_a_damaged_whole_shard_is_refused_by_name(hub, tmp_path, capsys, damage)
     assert f"{path} has" in capsys.readouterr().err
 
 
+def test_a_cut_in_the_middle_of_a_token_does_not_matter(hub, tmp_path):
+    raw = tmp_path / "fineweb-edu-shards"
+    raw.mkdir()
+    name = "edu_fineweb_train_000001.bin"
+    (raw / f"{name}.part").write_bytes(SHARDS[name][:1024 + 401])
+    for n in (100, 300):
+        assert run("--tokens", str(n)) == 0
+        train = prepare.load(tmp_path / "fineweb-edu").train
+        assert train.tolist() == flat("train_000001")[:n - 1] + [EOT]
+
+
+def test_tokens_that_stop_at_the_end_of_a_document_get_no_second_end(hub, tmp_path):
+    n = len(DOCUMENTS["train_000001"][0]) + 2  # both ends of the first document
+    assert run("--tokens", str(n)) == 0
+    data = prepare.load(tmp_path / "fineweb-edu")
+    assert data.train.tolist() == flat("train_000001")[:n - 1]
+    assert data.meta["train_documents"] == 1
+
+
+def test_a_file_of_a_few_bytes_under_a_real_name_is_left_alone_and_named(hub, tmp_path, capsys):
+    raw = tmp_path / "fineweb-edu-shards"
+    raw.mkdir()
+    path = raw / "edu_fineweb_val_000000.bin"
+    path.write_bytes(b"mine")
+    assert run("--shards", "1") == 1
+    assert f"{path} is no shard" in capsys.readouterr().err and path.read_bytes() == b"mine"
+
+
+def test_a_fault_of_the_connection_is_tried_again_and_one_of_the_disk_is_not(hub, tmp_path,
+                                                                            monkeypatch, capsys):
+    read_some, faults = prepare.read_some, [OSError(113, "No route to host"), None]
+
+    class Answer:
+        def __init__(self, answer):
+            self.answer = answer
+
+        def read(self, n):
+            if faults and (fault := faults.pop(0)):
+                raise fault
+            return self.answer.read(n)
+
+    monkeypatch.setattr(prepare, "read_some", lambda answer, n: read_some(Answer(answer), n))
+    assert run("--tokens", "50") == 0
+    assert hub["waits"] == [1] and "No route to host, again in 1 s" in capsys.readouterr().err
+
+    class FullDisk:
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *exception):
+            pass
+
+        def write(self, block):
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(prepare, "open", lambda *a: FullDisk(), raising=False)
+    with pytest.raises(OSError, match="No space left"):
+        prepare.fetch(f"{prepare.HUB}/edu_fineweb_train_000002.bin", tmp_path / "x", 2000)
+    assert hub["waits"] == [1]
+
+
 def test_nobody_there_is_one_line(hub, monkeypatch, capsys):
     monkeypatch.setattr(prepare, "HUB", "http://127.0.0.1:9/main")
     assert run("--shards", "1") == 1

@@ -45,13 +45,20 @@ def test_a_txt_file_is_one_document(tmp_path, content, expected, packed):
 @pytest.mark.parametrize("record, expected", [
     ({"text": "a", "prompt": "b", "completion": "c"}, "a"),
     ({"prompt": "b", "completion": "c"}, "b\nc"), ({"question": "q", "answer": "a"}, "q\na"),
-    ({"question": "q", "completion": "c", "id": 1}, "q\nc"), ({"text": ""}, ""),
+    ({"question": "q", "completion": "c", "id": 1}, "q\nc"),
+    ({"text": None, "prompt": None, "question": "q", "answer": "a"}, "q\na"), ({"text": ""}, ""),
     ({"text": "x\r\ny\rz"}, "x\ny\nz"), ({"text": "half \ud83d pair"}, "half \ufffd pair"),
     ({"text": "whole \ud83d\ude42 pair"}, "whole 🙂 pair")])
 def test_a_jsonl_line_is_one_document(tmp_path, record, expected):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + lines(record) + b"\n  \r\n" + lines({"text": "end"}))
     assert documents(path) == [expected, "end"]
+
+
+def test_the_last_suffix_tells_the_kind(tmp_path):
+    (tmp_path / "a.jsonl.txt").write_text("plain")
+    (tmp_path / "b.txt.jsonl.gz").write_bytes(gzip.compress(lines({"text": "packed"})))
+    assert documents(tmp_path / "a.jsonl.txt", tmp_path / "b.txt.jsonl.gz") == ["plain", "packed"]
 
 
 def test_long_documents_come_in_parts_that_join_to_the_same_text(tmp_path, monkeypatch):
