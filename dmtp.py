@@ -15,7 +15,7 @@ ones see h through attention to slot 1. Target and head are frozen. Training tak
 decoding takes it from the head; h comes from the head in both.
 
 An arm is two settings, never a copy of code: which known tokens stand at the front of the block
-(`anchors`), and how h enters (`injection`).
+(`anchors`), and how h enters (`injection`); with DFlash2 as a third that goes with all of them.
 Source: DMTP, sections 3 to 5 and its two updates (two anchors, zero-initialised residual).
 """
 
@@ -28,10 +28,11 @@ from typing import NamedTuple
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from torch import Tensor
 
-from dflash import (DFlash, DraftConfig, context_seen, decayed_cross_entropy,
-                    slot_positions)
+from dflash import (DFlash, DraftConfig, adaptive_mean, adaptive_weights, context_seen,
+                    decayed_mean, selector_losses, slot_losses, slot_positions)
 from model import MAX_LOGITS, Config, Llama, through_head
 from mtp import MTP
 
@@ -39,55 +40,128 @@ from mtp import MTP
 @dataclass(frozen=True)
 class Arm:
     anchors: tuple[str, ...]  # the known tokens at the front of the block, before the masks
-    injection: str            # none | residual: how the MTP state joins T1's embedding
+    injection: str            # how the MTP state h enters: one of INJECTIONS
     about: str
+    dflash2: bool = False     # mixing, selector and adaptive weights
 
     @property
     def uses_mtp(self) -> bool:
         return "T1" in self.anchors
 
+    @property
+    def offset(self) -> int:
+        """The block's position of the first input slot: 1 where A is left out."""
+        return 0 if "A" in self.anchors else 1
 
+    @property
+    def first(self) -> int:
+        """The block's first slot whose token DFlash predicts."""
+        return 2 if self.uses_mtp else 1
+
+    @property
+    def context_has_mtp(self) -> bool:
+        return self.injection in ("context", "mtp-context")
+
+
+INJECTIONS = {
+    "none": "h is not used",
+    "residual": "T1's slot is E(T1) + W [E(T1); h], W = 0 at the start",
+    "replace": "T1's slot is W [E(T1); h], which starts as E(T1)",
+    "low-rank": "T1's slot is E(T1) + U V h, of rank C/4, U = 0 at the start",
+    "masks": "every mask is the mask vector + W h, W = 0 at the start",
+    "context": "the head's states join the taps as context",
+    "mtp-context": "the head's states replace the taps as context",
+}
+
+ONE, TWO = ("T1",), ("A", "T1")
 ARMS = {
     "dflash": Arm(("A",), "none", "the baseline: [A, mask x 7], seven proposals in parallel"),
-    "dmtp": Arm(("A", "T1"), "residual", "[A, T1 + W [T1; h], mask x 6]: MTP gives T1, then six"),
+    "dmtp": Arm(TWO, "residual", "[A, T1 + W [T1; h], mask x 6]: MTP gives T1, then six"),
+    "conditioned": Arm(ONE, "none", "[T1, mask x 6]: MTP's token without its state"),
+    "conditioned-2": Arm(TWO, "none", "[A, T1, mask x 6]: the same with two anchors"),
+    "low-rank": Arm(ONE, "low-rank", "[T1 + U V h, mask x 6]"),
+    "replace": Arm(ONE, "replace", "[W [T1; h], mask x 6]: the source's main method at first"),
+    "replace-2": Arm(TWO, "replace", "[A, W [T1; h], mask x 6]: the same with two anchors"),
+    "masks": Arm(ONE, "masks", "[T1, (mask + W h) x 6]"),
+    "context": Arm(ONE, "context", "[T1, mask x 6], the head's states beside the taps"),
+    "mtp-context": Arm(ONE, "mtp-context", "[T1, mask x 6], the head's states, no taps"),
+    "dflash2": Arm(("A",), "none", "dflash with mixing, path selector, adaptive weights", True),
+    "dmtp-d2": Arm(TWO, "residual", "dmtp with the same three", True),
 }
 
 
 class Fusion(nn.Module):
-    """T1's embedding plus a residual made of itself and the MTP state that predicted it."""
+    """What the state that predicted T1, alone or beside T1's embedding, adds to a slot's input."""
 
-    def __init__(self, cfg: Config):
+    def __init__(self, cfg: Config, injection: str, embed_rms: float):
         super().__init__()
-        self.embed_norm = nn.RMSNorm(cfg.width, cfg.norm_eps)
-        self.state_norm = nn.RMSNorm(cfg.width, cfg.norm_eps)
-        self.proj = nn.Linear(2 * cfg.width, cfg.width, bias=False)
+        C = cfg.width
+        self.embed_norm = None
+        self.state_norm = nn.RMSNorm(C, cfg.norm_eps)
+        if injection == "low-rank":
+            self.proj = nn.Sequential(nn.Linear(C, C // 4, bias=False),
+                                      nn.Linear(C // 4, C, bias=False))
+            nn.init.normal_(self.proj[0].weight, std=0.02)
+            nn.init.zeros_(self.proj[1].weight)
+            return
+        if injection != "masks":
+            self.embed_norm = nn.RMSNorm(C, cfg.norm_eps)
+        self.proj = nn.Linear(C if injection == "masks" else 2 * C, C, bias=False)
         nn.init.zeros_(self.proj.weight)
+        if injection == "replace":
+            # a zero here would cut T1 off; so it starts as its embedding, at its usual size
+            nn.init.eye_(self.proj.weight[:, :C])
+            nn.init.constant_(self.embed_norm.weight, embed_rms)
 
     def forward(self, t1_emb: Tensor, h: Tensor) -> Tensor:
         """(.., C) and (.., C) -> (.., C)."""
-        pair = torch.cat((self.embed_norm(t1_emb), self.state_norm(h.detach())), dim=-1)
-        return t1_emb + self.proj(pair)
+        state = self.state_norm(h.detach())
+        if self.embed_norm is not None:
+            state = torch.cat((self.embed_norm(t1_emb), state), dim=-1)
+        return self.proj(state)
 
 
 class Drafter(nn.Module):
-    """A DFlash with its arm: what stands in the block, and what the first predicted slot is."""
+    """A DFlash with its arm: what stands in the block, and what the first predicted slot is.
 
-    def __init__(self, cfg: Config, draft: DraftConfig, arm: Arm):
+    embed_rms is the usual size of an element of the target's embedding: where `replace` starts.
+    """
+
+    def __init__(self, cfg: Config, draft: DraftConfig, arm: Arm, embed_rms: float = 0.02):
         super().__init__()
-        self.arm = arm
-        self.first = len(arm.anchors)  # the first slot whose token DFlash predicts
-        self.dflash = DFlash(cfg, draft)
-        self.fusion = Fusion(cfg) if arm.injection == "residual" else None
+        assert arm.injection in INJECTIONS, arm.injection
+        self.arm, self.first = arm, arm.first
+        n_taps = len(draft.tap_layers)
+        n_features = {"context": n_taps + 1, "mtp-context": 1}.get(arm.injection, n_taps)
+        self.dflash = DFlash(cfg, draft, draft.n_slots - arm.offset, n_features, arm.dflash2)
+        self.fusion = None
+        if arm.injection in ("residual", "replace", "low-rank", "masks"):
+            self.fusion = Fusion(cfg, arm.injection, embed_rms)
 
-    def fuse(self, t1_emb: Tensor, h: Tensor) -> Tensor:
+    def fuse(self, t1_emb: Tensor, h: Tensor | None) -> Tensor:
         """T1's slot (.., C), made of T1's embedding and the state that predicted it."""
-        return t1_emb if self.fusion is None else self.fusion(t1_emb, h)
+        if self.arm.injection == "replace":
+            return self.fusion(t1_emb, h)
+        if self.arm.injection in ("residual", "low-rank"):
+            return t1_emb + self.fusion(t1_emb, h)
+        return t1_emb
 
-    def block_inputs(self, a_emb: Tensor, t1_emb: Tensor | None) -> Tensor:
-        """The block (.., S, C): A's embedding (.., C), T1's slot where the arm has it, masks."""
-        known = [a_emb, t1_emb][:self.first]
-        masks = [self.dflash.mask_emb.expand_as(a_emb)] * (self.dflash.draft.n_slots - self.first)
-        return torch.stack(known + masks, dim=-2)
+    def block_inputs(self, a_emb: Tensor, t1_slot: Tensor, h: Tensor | None) -> Tensor:
+        """The block (.., S - offset, C): A's embedding and T1's slot where the arm has them, and
+        masks; all (.., C)."""
+        slots = {"A": a_emb, "T1": t1_slot}
+        mask = self.dflash.mask_emb.expand_as(a_emb)
+        if self.arm.injection == "masks":
+            mask = mask + self.fusion(t1_slot, h)
+        n_masks = self.dflash.draft.n_slots - self.first
+        return torch.stack([slots[name] for name in self.arm.anchors] + [mask] * n_masks, dim=-2)
+
+    def features(self, taps: Tensor, mtp_rows: Tensor | None) -> Tensor:
+        """What the context is made of: taps (B, S, n_tap C) and the head's rows (B, S, C), row i
+        reading x_{i+1}."""
+        if self.arm.injection == "context":
+            return torch.cat((taps, mtp_rows), dim=-1)
+        return mtp_rows if self.arm.injection == "mtp-context" else taps
 
 
 class BlockLoss(NamedTuple):
@@ -109,24 +183,28 @@ def block_loss(target: Llama, mtp: MTP, drafter: Drafter, tokens: Tensor, anchor
     The target and the head only give features and are meant to be frozen. anchors lie on the CPU.
     """
     assert labels in LABELS, labels
-    draft, first = drafter.dflash.draft, drafter.first
+    draft, first, offset = drafter.dflash.draft, drafter.first, drafter.arm.offset
     B, N = anchors.shape
     rows = torch.arange(B, device=tokens.device)[:, None]                       # (B, 1)
     a = to_device(anchors, tokens.device)                                       # (B, N)
     at = slot_positions(a, draft.n_slots)                                       # (B, N, S)
     block = tokens[rows[:, :, None], at]                                        # (B, N, S)
-    h = None
+    h = mtp_rows = None
     with torch.no_grad():
         states, taps = target(tokens, tap_layers=draft.tap_layers)
         a_emb, t1_emb = target.embed_tokens(block[:, :, :2]).unbind(dim=2)      # (B, N, C) each
         if drafter.arm.injection != "none":
-            # row a - 1 of the head reads state a - 1 and E(A), and predicts T1
-            h = mtp(target, states[:, :-1], tokens[:, 1:])[rows, a - 1]         # (B, N, C)
+            mtp_rows = mtp(target, states[:, :-1], tokens[:, 1:])               # (B, T - 1, C)
+            # row a - 1 reads state a - 1 and E(A), and predicts T1
+            h = mtp_rows[rows, a - 1]                                           # (B, N, C)
+            mtp_rows = F.pad(mtp_rows, (0, 0, 0, 1))  # (B, T, C); no block sees row T - 1
         # the target predicts the token of a slot one row before it
         verifier = states[rows[:, :, None], at[:, :, first:] - 1].flatten(1, 2)  # (B, N n, C)
-    x = drafter.block_inputs(a_emb, drafter.fuse(t1_emb, h))                    # (B, N, S, C)
-    seen = context_seen(anchors, tokens.size(1))
-    out = drafter.dflash.forward_blocks(target, taps, x, a, seen)[:, :, first:]
+    x = drafter.block_inputs(a_emb, drafter.fuse(t1_emb, h), h)         # (B, N, S - offset, C)
+    features, seen = drafter.features(taps, mtp_rows), context_seen(anchors, tokens.size(1))
+    out = drafter.dflash.forward_blocks(target, features, x, a, seen, offset)
+    out = out[:, :, first - offset:]                                            # (B, N, n, C)
+    selector = drafter.dflash.selector
 
     def loss_of(logits: list[Tensor], part: slice) -> tuple[Tensor, Tensor]:
         """Each window's share of the loss, and of the agreement."""
@@ -140,9 +218,17 @@ def block_loss(target: Llama, mtp: MTP, drafter: Drafter, tokens: Tensor, anchor
         if measure:
             same = proposed.argmax(dim=-1) == own.argmax(dim=-1)
             agreement = same.sum(dim=(0, 1)) / (B * N)
-        share = proposed.size(0) / B
-        return decayed_cross_entropy(proposed, wanted, draft.gamma) * share, agreement
+        losses = slot_losses(proposed, wanted)                                  # (b, N, n)
+        loss = adaptive_mean(losses) if selector else decayed_mean(losses, draft.gamma)
+        if selector:
+            weights = adaptive_weights(losses)
+            walk = selector_losses(selector, out[part], proposed, block[part, :, first - 1:-1],
+                                   block[part, :, first:])
+            loss = loss + (weights * walk).sum(dim=-1).mean()
+        return loss * (proposed.size(0) / B), agreement
 
+    if selector:  # its gradient does not pass through lm_head alone: the logits are held whole
+        max_logits = B * N * out.size(2) * target.lm_head.weight.size(0)
     return BlockLoss(*through_head(target.lm_head, [out.flatten(1, 2)], loss_of, max_logits))
 
 
@@ -204,10 +290,13 @@ def load_checkpoint(path: Path, kind: str, hint: str) -> dict:
 
 def fingerprint(target: Llama, mtp: MTP) -> str:
     """16 hex digits that change with any weight: a drafter belongs to one target and its head."""
+    return digest_of(target.state_dict() | {f"mtp.{k}": v for k, v in mtp.state_dict().items()})
+
+
+def digest_of(weights: dict[str, Tensor]) -> str:
     digest = hashlib.sha256()
-    for module in (target, mtp):
-        for name, p in module.state_dict().items():
-            digest.update(name.encode() + p.detach().cpu().contiguous().numpy().tobytes())
+    for name, p in weights.items():
+        digest.update(name.encode() + p.detach().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
@@ -238,7 +327,8 @@ def load_drafter(out: Path, name: str, cfg: Config,
                          f"{out / 'target.pt'} is {target_fingerprint}: train it again with "
                          f"{hint} --overwrite")
     try:
-        arm = Arm(tuple(checkpoint["anchors"]), checkpoint["injection"], name)
+        arm = Arm(tuple(checkpoint["anchors"]), checkpoint["injection"], name,
+                  checkpoint.get("dflash2", False))
         drafter = Drafter(cfg, DraftConfig(**checkpoint["draft_config"]), arm)
         drafter.load_state_dict(checkpoint["drafter"])
     except (KeyError, TypeError, RuntimeError) as e:
@@ -247,11 +337,37 @@ def load_drafter(out: Path, name: str, cfg: Config,
     return drafter.requires_grad_(False), checkpoint
 
 
+def start_from(path: Path, drafter: Drafter, target_fingerprint: str) -> str:
+    """Put the weights of another drafter's file into a new one, and give back their digest.
+
+    What the file does not have (a fusion, DFlash2's parts) keeps its start, which is a no-op in the
+    zero-initialised arms. ValueError if target, size or layout do not fit.
+    """
+    checkpoint = load_checkpoint(path, "drafter", "python train.py --stage drafter")
+    if checkpoint["target_fingerprint"] != target_fingerprint:
+        raise ValueError(f"--init-from {path} was trained for target "
+                         f"{checkpoint['target_fingerprint']}, this one is {target_fingerprint}")
+    there, here = checkpoint["draft_config"], asdict(drafter.dflash.draft)
+    if DraftConfig(**there) != drafter.dflash.draft:
+        differ = [f"{k} {there[k]} (there) / {here[k]} (here)" for k in here if there[k] != here[k]]
+        raise ValueError(f"--init-from {path} has another layout: {', '.join(differ)}")
+    weights, own = checkpoint["drafter"], drafter.state_dict()
+    misfits = [name for name, w in weights.items()
+               if name not in own or own[name].shape != w.shape]
+    if misfits:
+        raise ValueError(f"--init-from {path} is the drafter {checkpoint['name']}: its "
+                         f"{', '.join(misfits[:3])} has no place in {drafter.arm.about}")
+    drafter.load_state_dict(own | weights)
+    return digest_of(weights)
+
+
 def drafter_checkpoint(name: str, drafter: Drafter, target_fingerprint: str) -> dict:
     """What a drafter's file holds, without the training state."""
-    return {"kind": "drafter", "name": name, "anchors": list(drafter.arm.anchors),
-            "injection": drafter.arm.injection, "draft_config": asdict(drafter.dflash.draft),
-            "drafter": drafter.state_dict(), "target_fingerprint": target_fingerprint}
+    arm = drafter.arm
+    return {"kind": "drafter", "name": name, "anchors": list(arm.anchors),
+            "injection": arm.injection, "dflash2": arm.dflash2,
+            "draft_config": asdict(drafter.dflash.draft), "drafter": drafter.state_dict(),
+            "target_fingerprint": target_fingerprint}
 
 
 def target_checkpoint(target: Llama, mtp: MTP, tokenizer: dict) -> dict:

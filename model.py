@@ -215,6 +215,10 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+def plainly(sublayer: Callable, y: Tensor) -> Tensor:
+    return sublayer(y)
+
+
 class Block(nn.Module):
     """One pre-norm decoder layer: the target's, the MTP head's and (with qk_norm) the drafter's."""
 
@@ -226,9 +230,16 @@ class Block(nn.Module):
         self.mlp = MLP(cfg)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None = None,
-                cache: Rows | None = None, context: Context | None = None) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rope, mask, cache, context)
-        return x + self.mlp(self.post_attention_layernorm(x))
+                cache: Rows | None = None, context: Context | None = None,
+                around: tuple[Callable, Callable] | None = None) -> Tensor:
+        """x (B, S, C) after one layer. `around` calls both sublayers in its own way (DFlash2)."""
+        around_attn, around_mlp = around or (plainly, plainly)
+
+        def attention(y: Tensor) -> Tensor:
+            return self.self_attn(y, rope, mask, cache, context)
+
+        x = x + around_attn(attention, self.input_layernorm(x))
+        return x + around_mlp(self.mlp, self.post_attention_layernorm(x))
 
 
 # ----------------------------------------------------------------------------------------------

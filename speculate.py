@@ -43,7 +43,7 @@ import torch
 from torch import Tensor
 
 from data import prepare
-from dflash import slot_positions
+from dflash import N_BEST, slot_positions
 from dmtp import ARMS, Drafter, load_drafter, load_target, pick_device
 from model import MAX_SLOTS, Llama, new_cache
 from mtp import MTP
@@ -154,6 +154,7 @@ class RoundState:
     n_keep: Tensor       # (B,) int64      of those, kept after the stops
     states: Tensor       # (B, S, C)       target states at each slot
     taps: Tensor         # (B, S, n_tap C) target taps at each slot
+    mtp_rows: Tensor     # (B, S, C)       MTP states at each slot, where they are context
     emit: Tensor         # (B, 2 + S) int64  [tokens to emit, n_accept, choice]: all the host reads
     seed: Tensor         # () int64
     temperature: Tensor  # () float32
@@ -167,6 +168,7 @@ def new_state(m: Machine, n_rows: int, seed: int, temperature: float) -> RoundSt
     cfg, like, S = m.target.cfg, m.target.lm_head.weight, m.n_slots
     draft = None if m.drafter is None else m.drafter.dflash.draft
     n_tap = 0 if draft is None else len(draft.tap_layers)
+    width_mtp = cfg.width if draft is not None and m.drafter.arm.context_has_mtp else 0
     length = cfg.context + S
     n_noise = 1 if m.sampling.greedy else cfg.vocab_size
 
@@ -180,6 +182,7 @@ def new_state(m: Machine, n_rows: int, seed: int, temperature: float) -> RoundSt
         choice=ids(n_rows, S), n_accept=ids(n_rows), n_keep=ids(n_rows),
         states=like.new_zeros(n_rows, S, cfg.width),
         taps=like.new_zeros(n_rows, S, n_tap * cfg.width),
+        mtp_rows=like.new_zeros(n_rows, S, width_mtp),
         emit=ids(n_rows, 2 + S), seed=ids() + seed,
         temperature=torch.full((), temperature, device=like.device),
         target_kv=new_cache(cfg, cfg.n_layer, n_rows, length, like),
@@ -227,11 +230,37 @@ def chain_step(m: Machine, s: RoundState) -> None:
 
 
 def draft_step(m: Machine, s: RoundState) -> None:
-    """Reads block[:, 0], t1_emb, noise, draft_kv. Writes block[:, first:], draft_kv (scratch)."""
-    first = m.drafter.first
-    x = m.drafter.block_inputs(m.target.embed_tokens(s.block[:, 0]), s.t1_emb)  # (B, S, C)
-    out = m.drafter.dflash.forward_round(m.target, x, s.pos, s.draft_kv, m.kv_len)[:, first:]
-    s.block[:, first:] = propose(m, s, m.target.lm_head(out), s.noise[:, first - 1:-1])
+    """Reads block[:, :2], t1_emb, mtp_state, noise, draft_kv.
+    Writes block[:, first:], draft_kv (as scratch)."""
+    first, offset, dflash = m.drafter.first, m.drafter.arm.offset, m.drafter.dflash
+    a_emb = m.target.embed_tokens(s.block[:, 0])                                # (B, C)
+    x = m.drafter.block_inputs(a_emb, s.t1_emb, s.mtp_state)                    # (B, S - offset, C)
+    out = dflash.forward_round(m.target, x, s.pos, s.draft_kv, m.kv_len, offset)
+    out = out[:, first - offset:]                                               # (B, n, C)
+    logits, noise = m.target.lm_head(out), s.noise[:, first - 1:-1]             # (B, n, V)
+    if dflash.selector is None:
+        s.block[:, first:] = propose(m, s, logits, noise)
+    else:
+        walk(m, s, out, logits, noise)
+
+
+def walk(m: Machine, s: RoundState, states: Tensor, logits: Tensor, noise: Tensor) -> None:
+    """Reads block[:, first - 1]. Writes block[:, first:]. DFlash2's path: slot by slot, the best of
+    N_BEST candidates after the token chosen before; states (B, n, C), logits and noise (B, n, V).
+
+    Coupled, candidates are the best of the perturbed logits, and the choice among them is that of
+    (logits + pair score) / T + noise. A pair table of zeros changes nothing.
+    """
+    first, selector = m.drafter.first, m.drafter.dflash.selector
+    scores, scale = logits, 1.0
+    if m.coupled:
+        scores = perturb(logits, noise, s.temperature, m.sampling)
+        scale = 1.0 if m.sampling.greedy else s.temperature
+    best, candidates = scores.topk(min(N_BEST, scores.size(-1)))                # (B, n, N_BEST)
+    for j in range(states.size(1)):
+        pair = selector.pair_scores(states[:, j], s.block[:, first - 1 + j], candidates[:, j])
+        chosen = (best[:, j] + pair / scale).argmax(dim=-1, keepdim=True)       # (B, 1)
+        s.block[:, first + j] = candidates[:, j].gather(1, chosen)[:, 0]
 
 
 def verify_step(m: Machine, s: RoundState) -> None:
@@ -256,20 +285,23 @@ def verify_step(m: Machine, s: RoundState) -> None:
 
 
 def advance_mtp_step(m: Machine, s: RoundState) -> None:
-    """Reads states, choice, n_keep, pos, limit. Writes mtp_kv, mtp_state.
+    """Reads states, choice, n_keep, pos, limit. Writes mtp_kv, mtp_state, mtp_rows.
 
     All S rows go through the head; choice_j equals block_{j+1} wherever j was accepted, so no rows
     need to be selected, and those after n_keep are stale rows like any other.
     """
     h = m.mtp(m.target, s.states, s.choice, slot_positions(s.pos, m.n_slots), s.mtp_kv, m.kv_len)
+    if m.drafter is not None and m.drafter.arm.context_has_mtp:
+        s.mtp_rows.copy_(h)
     kept = h.gather(1, s.n_keep[:, None, None].expand(-1, 1, h.size(2)))[:, 0]  # (B, C)
     moving = (s.pos < s.limit)[:, None]
     s.mtp_state.copy_(torch.where(moving, kept, s.mtp_state))
 
 
 def advance_draft_step(m: Machine, s: RoundState) -> None:
-    """Reads taps, pos. Writes draft_kv."""
-    m.drafter.dflash.write_context(m.target, s.taps, slot_positions(s.pos, m.n_slots), s.draft_kv)
+    """Reads taps, mtp_rows, pos. Writes draft_kv."""
+    features, positions = m.drafter.features(s.taps, s.mtp_rows), slot_positions(s.pos, m.n_slots)
+    m.drafter.dflash.write_context(m.target, features, positions, s.draft_kv)
 
 
 def commit_step(m: Machine, s: RoundState) -> None:
@@ -321,13 +353,15 @@ def prefill(m: Machine, s: RoundState, prompts: list[list[int]], n_new: int,
     if not m.sampling.greedy:
         noise = gumbel(s.seed, s.request, lengths[:, None], m.target.cfg.vocab_size)[:, 0]
     pending = choose(m, s, m.target.lm_head(states[rows, lengths - 1]), noise)         # (B,)
+    h = None
     if m.mtp is not None:
         next_tokens = torch.cat((tokens[:, 1:], tokens[:, :1]), dim=1)
         next_tokens[rows, lengths - 1] = pending
         h = m.mtp(m.target, states, next_tokens, positions, s.mtp_kv, P)
         s.mtp_state.copy_(h[rows, lengths - 1])
     if m.drafter is not None:
-        m.drafter.dflash.write_context(m.target, taps, positions, s.draft_kv)
+        features = m.drafter.features(taps, h)
+        m.drafter.dflash.write_context(m.target, features, positions, s.draft_kv)
     s.block[:, 0] = pending
     s.pos.copy_(lengths)
     limit = (lengths + n_new - 1).clamp(max=context - 1)

@@ -31,7 +31,8 @@ from tqdm import tqdm
 from data import prepare
 from dflash import draft_preset, sample_anchors
 from dmtp import (ARMS, LABELS, Drafter, block_loss, drafter_checkpoint, load_checkpoint,
-                  load_target, pick_device, save_checkpoint, target_checkpoint, to_device)
+                  load_target, pick_device, save_checkpoint, start_from, target_checkpoint,
+                  to_device)
 from model import MAX_LOGITS, SIZES, Block, Llama, preset
 from mtp import LOSSES, MTP, MTPLoss, check_cancels, draft_quality, target_losses
 
@@ -115,10 +116,11 @@ class KeepFloat32(TorchFunctionMode):
 
 def make_optimizers(modules: list[nn.Module], recipe: Recipe) -> list[torch.optim.Optimizer]:
     """AdamW alone (decay on the hidden matrices only), or Muon on those and AdamW on the rest."""
-    named = [(name, p) for module in modules for name, p in module.named_parameters()]
-    hidden = [p for name, p in named
-              if p.dim() == 2 and "embed_tokens" not in name and "lm_head" not in name]
-    rest = [p for _, p in named if all(p is not q for q in hidden)]
+    tables = {id(m.weight) for module in modules for name, m in module.named_modules()
+              if isinstance(m, nn.Embedding) or name == "lm_head"}
+    parameters = [p for module in modules for p in module.parameters()]
+    hidden = [p for p in parameters if p.dim() == 2 and id(p) not in tables]
+    rest = [p for p in parameters if all(p is not q for q in hidden)]
     if recipe.optimizer == "adamw":
         groups = [{"params": hidden, "weight_decay": recipe.weight_decay, "peak_lr": recipe.lr},
                   {"params": rest, "weight_decay": 0.0, "peak_lr": recipe.lr}]
@@ -442,8 +444,11 @@ MEANING = {
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    drafters = "\n".join(f"  {name:14} {arm.about}" for name, arm in ARMS.items())
     parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+                                     formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     epilog=f"drafters (h: the MTP state that predicted T1):\n"
+                                            f"{drafters}")
     add = parser.add_argument
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--ec-mtp", action="store_const", const="ec", dest="mtp_loss",
@@ -459,7 +464,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--resume", action="store_true", help="go on with a run that was stopped")
     add("--stage", choices=["all", "target", "drafter"], default="all", help="default all")
     add("--drafter", choices=list(ARMS), default="dmtp", metavar="NAME",
-        help="default dmtp. " + "; ".join(f"{name}: {arm.about}" for name, arm in ARMS.items()))
+        help="one of the list below (default dmtp)")
+    add("--init-from", type=Path, metavar="FILE",
+        help="start the drafter from another one's weights, as dmtp from out/dflash.pt")
     add("--steps", type=int, metavar="N", help="optimizer steps of the target stage")
     add("--drafter-steps", type=int, metavar="N", help="optimizer steps of the drafter stage")
     add("--batch", type=int, metavar="N", help="windows a step, in both stages")
@@ -590,15 +597,18 @@ def run_drafter(args: argparse.Namespace, data: prepare.Dataset, device: torch.d
     size = checkpoint["size"]
     recipe = make_recipe(args, DRAFTER_DEFAULTS[size], args.drafter_steps, args.labels)
     arm, draft = ARMS[args.drafter], draft_preset(target.cfg, size)
+    torch.manual_seed(args.seed)
+    embed_rms = target.embed_tokens.weight.square().mean().sqrt().item()
+    drafter = Drafter(target.cfg, draft, arm, embed_rms)
     settings = {"target": checkpoint["fingerprint"], "data": data.meta["digests"]["train.bin"]}
+    if args.init_from:
+        settings["init_from"] = start_from(args.init_from, drafter, checkpoint["fingerprint"])
     settings |= asdict(recipe)
     path = args.out / f"{args.drafter}.pt"
     state = earlier_run(path, "drafter", settings, args)
     if state and not state["training"]:
         print(f"drafter   {path} is there, trained with these settings: used as it is")
         return
-    torch.manual_seed(args.seed)
-    drafter = Drafter(target.cfg, draft, arm)
     if state:
         drafter.load_state_dict(state["drafter"])
     n = sum(p.numel() for p in drafter.parameters())

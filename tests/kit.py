@@ -7,7 +7,7 @@ from dmtp import ARMS, Arm, Drafter
 from model import Config, Llama
 from mtp import MTP
 
-TWO_ANCHORS = Arm(("A", "T1"), "none", "T1 is known, but no state is handed over")
+TWO_ANCHORS = ARMS["conditioned-2"]  # T1 is known, but no state is handed over
 
 
 def small_config(**changes) -> Config:

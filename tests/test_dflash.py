@@ -13,8 +13,8 @@ import torch
 from kit import random_tokens, small_config, small_drafter, small_models
 from torch import Tensor, nn
 
-from dflash import (DFlash, context_seen, decay_weights, decayed_cross_entropy, draft_preset,
-                    round_mask, sample_anchors, slot_positions, training_mask)
+from dflash import (DFlash, context_seen, decay_weights, decayed_mean, draft_preset, round_mask,
+                    sample_anchors, slot_losses, slot_positions, training_mask)
 from model import SIZES, Llama, new_cache, preset
 
 WINDOWS = [1, 3, 4096]
@@ -205,7 +205,7 @@ def test_decayed_cross_entropy_equals_a_loop(B, N, n, gamma):
                 nats = math.log(sum(math.exp(x) for x in z)) - z[label]
                 total += math.exp(-k / gamma) * nats
                 weights += math.exp(-k / gamma)
-    loss = decayed_cross_entropy(logits, labels, gamma)
+    loss = decayed_mean(slot_losses(logits, labels), gamma)
     assert loss.item() == pytest.approx(total / weights, rel=1e-12)
 
 
@@ -222,7 +222,7 @@ def test_labels_may_be_distributions():
                 log_q, weight = logits[b, block, k].log_softmax(dim=-1), math.exp(-k / 4)
                 total -= weight * sum(wanted[b, block, k, i] * log_q[i] for i in range(V)).item()
                 weights += weight
-    loss = decayed_cross_entropy(logits, wanted, 4.0)
+    loss = decayed_mean(slot_losses(logits, wanted), 4.0)
     assert loss.item() == pytest.approx(total / weights, rel=1e-12)
 
 
@@ -233,7 +233,7 @@ def test_the_first_predicted_slot_weighs_most():
     for slot in range(n):
         logits = torch.zeros(1, 2, n, V, dtype=torch.float64)
         logits[:, :, slot, 1] = 20.0  # sure of the wrong token in this slot, undecided elsewhere
-        losses.append(decayed_cross_entropy(logits, labels, 4.0).item() - math.log(V))
+        losses.append(decayed_mean(slot_losses(logits, labels), 4.0).item() - math.log(V))
     ratios = [late / early for early, late in zip(losses, losses[1:])]
     assert min(losses) > 0 and ratios == pytest.approx([math.exp(-1 / 4)] * (n - 1), rel=1e-9)
 

@@ -23,8 +23,7 @@ from model import Llama, new_cache
 from mtp import MTP
 from speculate import Machine, Sampling, draft_step, new_state, noise_step, prefill, t1_step
 
-every_arm = pytest.mark.parametrize("arm", ["dflash", "dmtp", TWO_ANCHORS],
-                                    ids=["dflash", "dmtp", "two_anchors"])
+every_arm = pytest.mark.parametrize("arm", list(ARMS))
 T, S = 40, 8
 
 
@@ -46,8 +45,8 @@ class Seen(NamedTuple):
 
     t1_emb: Tensor         # (B, N, C)
     h: Tensor | None       # (B, N, C)
-    x: Tensor              # (B, N, S, C)
-    states: Tensor         # (B, N, S, C)
+    x: Tensor              # (B, N, S - offset, C)
+    states: Tensor         # (B, N, S - offset, C)
     logits: Tensor         # (B, N, n, V)
     labels: Tensor         # (B, N, n), or (B, N, n, V)
     result: dmtp.BlockLoss
@@ -68,11 +67,11 @@ def watch(monkeypatch, target: Llama, mtp: MTP, drafter: Drafter, tokens: Tensor
         patch.setattr(drafter, "fuse", listened("fuse", drafter.fuse))
         patch.setattr(drafter.dflash, "forward_blocks",
                       listened("blocks", drafter.dflash.forward_blocks))
-        patch.setattr(dmtp, "decayed_cross_entropy", listened("loss", dmtp.decayed_cross_entropy))
+        patch.setattr(dmtp, "slot_losses", listened("loss", dmtp.slot_losses))
         result = block_loss(target, mtp, drafter, tokens, anchors, **settings)
     (t1_emb, h), _ = calls["fuse"]
     (_, _, x, *_), states = calls["blocks"]
-    (logits, labels, _), _ = calls["loss"]
+    (logits, labels), _ = calls["loss"]
     return Seen(t1_emb, h, x, states, logits, labels, result)
 
 
@@ -98,6 +97,28 @@ def test_zero_initialised_dmtp_is_two_anchor_dflash_to_the_bit(monkeypatch):
     assert torch.equal(a.states, b.states) and torch.equal(a.logits, b.logits)
     assert torch.equal(a.result.loss, b.result.loss)
     assert a.result.agreement.any() and torch.equal(a.result.agreement, b.result.agreement)
+
+
+def test_every_zero_initialised_arm_starts_as_its_arm_without_it(monkeypatch):
+    """And `replace` starts as the embedding, at the embedding's usual size."""
+    target, mtp = small_models()
+    tokens, anchors = random_tokens(3, T), random_anchors(3, 5)
+    plain = {1: "conditioned", 0: "conditioned-2"}
+    for name in ("low-rank", "masks", "dmtp", "dmtp-d2", "dflash2", "replace", "replace-2"):
+        arm = ARMS[name]
+        base = small_drafter(target.cfg, plain[arm.offset] if arm.uses_mtp else "dflash")
+        rms = target.embed_tokens.weight.square().mean().sqrt().item()
+        fresh = Drafter(target.cfg, base.dflash.draft, arm, rms).double()
+        fresh.load_state_dict(fresh.state_dict() | base.state_dict())
+        a = watch(monkeypatch, target, mtp, fresh, tokens, anchors)
+        b = watch(monkeypatch, target, mtp, base, tokens, anchors)
+        if arm.injection == "replace":
+            slot, t1 = a.x[:, :, 1 - arm.offset], b.x[:, :, 1 - arm.offset]
+            size = t1.square().mean(-1, keepdim=True).sqrt()
+            assert close(slot / slot.square().mean(-1, keepdim=True).sqrt(), t1 / size, 1e-4)
+            assert (slot.square().mean(-1).sqrt() / rms - 1).abs().max() < 1e-3
+        else:
+            assert torch.equal(a.states, b.states) and torch.equal(a.logits, b.logits)
 
 
 def test_weights_of_a_dflash_fit_into_a_dmtp():
@@ -161,12 +182,19 @@ def test_known_tokens_stand_at_the_front_and_masks_everywhere_else(arm, lead):
     drafter = small_drafter(target.cfg, arm)
     generator = torch.Generator().manual_seed(1)
     a_emb, t1_emb = torch.randn(2, *lead, target.cfg.width, generator=generator).double()
-    x = drafter.block_inputs(a_emb, t1_emb)
-    known = [a_emb] if arm == "dflash" else [a_emb, t1_emb]
-    assert x.shape == (*lead, S, target.cfg.width) and drafter.first == len(known)
-    for slot in range(S):
-        mask = drafter.dflash.mask_emb.expand_as(a_emb)
-        assert torch.equal(x.select(-2, slot), known[slot] if slot < len(known) else mask)
+    h = torch.randn(*lead, target.cfg.width, generator=generator).double()
+    x = drafter.block_inputs(a_emb, t1_emb, h)
+    mask = drafter.dflash.mask_emb.expand_as(a_emb)
+    if arm == "masks":
+        fusion = drafter.fusion
+        normed = h / (h.square().mean(-1, keepdim=True) + target.cfg.norm_eps).sqrt()
+        mask = mask + normed * fusion.state_norm.weight @ fusion.proj.weight.T
+    anchors = ARMS[arm].anchors
+    assert x.shape == (*lead, S - ARMS[arm].offset, target.cfg.width)
+    assert drafter.first == ARMS[arm].offset + len(anchors)
+    for slot in range(x.size(-2)):
+        known = {"A": a_emb, "T1": t1_emb}[anchors[slot]] if slot < len(anchors) else mask
+        assert torch.allclose(x.select(-2, slot), known, rtol=1e-12, atol=1e-12)
 
 
 @every_arm
@@ -179,24 +207,25 @@ def test_training_puts_a_and_t1_of_the_text_into_the_block(arm, monkeypatch):
     for b in range(3):
         for n, a in enumerate(anchors[b].tolist()):
             t1 = embedding[tokens[b, a + 1]]
-            assert torch.equal(seen.x[b, n, 0], embedding[tokens[b, a]])
             assert torch.equal(seen.t1_emb[b, n], t1)
-            if arm == "dmtp":
-                slot = drafter.fuse(t1, seen.h[b, n])
-                guesses += target.lm_head(seen.h[b, n]).argmax().item() != tokens[b, a + 1]
-            else:
-                slot = drafter.dflash.mask_emb if arm == "dflash" else t1
-            assert close(seen.x[b, n, 1], slot)
-            assert (seen.x[b, n, 2:] == drafter.dflash.mask_emb).all()
+            h = None if seen.h is None else seen.h[b, n]
+            if h is not None:
+                guesses += target.lm_head(h).argmax().item() != tokens[b, a + 1]
+            known = {"A": embedding[tokens[b, a]], "T1": drafter.fuse(t1, h)}
+            for slot, name in enumerate(ARMS[arm].anchors):
+                assert close(seen.x[b, n, slot], known[name])
+            if arm != "masks":
+                assert (seen.x[b, n, len(ARMS[arm].anchors):] == drafter.dflash.mask_emb).all()
     # the head's own guess is another token in most of these blocks, so the text it must be
-    assert guesses > 7 or arm != "dmtp"
+    assert guesses > 7 or ARMS[arm].injection == "none"
 
 
 @torch.no_grad()
-def test_h_is_the_head_after_a_and_the_state_before_a(monkeypatch):
+@pytest.mark.parametrize("arm", [name for name in ARMS if ARMS[name].injection != "none"])
+def test_h_is_the_head_after_a_and_the_state_before_a(monkeypatch, arm):
     """The head runs on the prefix alone, one anchor at a time; its last row is a - 1."""
     target, mtp = small_models()
-    drafter = small_drafter(target.cfg, "dmtp")
+    drafter = small_drafter(target.cfg, arm)
     tokens, anchors = random_tokens(3, T), random_anchors(3, 5)
     seen = watch(monkeypatch, target, mtp, drafter, tokens, anchors)
     for b in range(3):
@@ -208,7 +237,7 @@ def test_h_is_the_head_after_a_and_the_state_before_a(monkeypatch):
 
 def test_arms_without_a_fusion_never_run_the_head(monkeypatch):
     target, _ = small_models()
-    for arm in ("dflash", TWO_ANCHORS):
+    for arm in [name for name in ARMS if ARMS[name].injection == "none"]:
         drafter = small_drafter(target.cfg, arm)
         assert drafter.fusion is None
         seen = watch(monkeypatch, target, None, drafter, random_tokens(2, T), random_anchors(2, 3))
@@ -226,7 +255,7 @@ def test_labels_stand_at_their_own_positions_and_known_slots_have_none(arm, monk
     anchors = random_anchors(3, 5)
     text = torch.arange(T).expand(3, T)  # token = position
     labels = watch(monkeypatch, target, mtp, drafter, text, anchors).labels
-    first = 1 if arm == "dflash" else 2
+    first = ARMS[arm].first
     for b in range(3):
         for n, a in enumerate(anchors[b].tolist()):
             assert labels[b, n].tolist() == [a + slot for slot in range(first, S)]
@@ -239,24 +268,24 @@ def test_states_of_known_slots_do_not_enter_the_loss(arm, monkeypatch):
     tokens, anchors = random_tokens(3, T), random_anchors(3, 5)
     loss = block_loss(target, mtp, drafter, tokens, anchors).loss
     forward_blocks = drafter.dflash.forward_blocks
-    for slot in range(S):
+    for slot in range(S - ARMS[arm].offset):
         def with_one_slot_replaced(*args):
             states = forward_blocks(*args).clone()
             states[:, :, slot] = states[:, :, slot].flip(-1)
             return states
         monkeypatch.setattr(drafter.dflash, "forward_blocks", with_one_slot_replaced)
         same = torch.equal(block_loss(target, mtp, drafter, tokens, anchors).loss, loss)
-        assert same == (slot < (1 if arm == "dflash" else 2))
+        assert same == (slot + ARMS[arm].offset < ARMS[arm].first)
 
 
 @torch.no_grad()
-@every_arm
+@pytest.mark.parametrize("arm", [name for name in ARMS if not ARMS[name].dflash2])
 @pytest.mark.parametrize("window, labels", [(5, "hard"), (4096, "hard"), (5, "soft")])
 def test_loss_and_agreement_equal_a_loop_over_single_blocks(arm, window, labels):
     """Each block by itself: the target on the prefix, its taps caught layer by layer."""
     target, mtp = small_models()
     drafter = small_drafter(target.cfg, arm, tap_layers=(0, 2, 3), window=window, gamma=3.0)
-    B, N, first = 3, 4, 1 if arm == "dflash" else 2
+    B, N, first, offset = 3, 4, ARMS[arm].first, ARMS[arm].offset
     tokens, anchors = random_tokens(B, T), random_anchors(B, N)
     streams = []
     hooks = [target.layers[i].register_forward_hook(lambda *args: streams.append(args[2]))
@@ -269,12 +298,16 @@ def test_loss_and_agreement_equal_a_loop_over_single_blocks(arm, window, labels)
             streams.clear()
             states, _ = target(tokens[b:b + 1, :a])
             taps = torch.cat(streams, dim=-1)
-            h = mtp(target, states, tokens[b:b + 1, 1:a + 1])[0, -1]
+            head_rows = mtp(target, states, tokens[b:b + 1, 1:a + 1])
+            h = head_rows[0, -1]
             a_emb, t1_emb = target.embed_tokens(tokens[b, a:a + 2])
-            x = drafter.block_inputs(a_emb, drafter.fuse(t1_emb, h))[None, None]
-            out = drafter.dflash.forward_blocks(target, taps, x, torch.tensor([[a]]), [T])[0, 0]
+            x = drafter.block_inputs(a_emb, drafter.fuse(t1_emb, h), h)[None, None]
+            features = {"context": torch.cat((taps, head_rows), dim=-1),
+                        "mtp-context": head_rows}.get(arm, taps)
+            out = drafter.dflash.forward_blocks(target, features, x, torch.tensor([[a]]), [a],
+                                                offset)[0, 0]
             for slot in range(first, S):
-                log_p = target.lm_head(out[slot]).log_softmax(dim=-1)
+                log_p = target.lm_head(out[slot - offset]).log_softmax(dim=-1)
                 row, weight = own[a + slot - 1], math.exp(-(slot - first) / 3.0)
                 hard = log_p[tokens[b, a + slot]]
                 nats = -hard if labels == "hard" else -(row.softmax(dim=-1) * log_p).sum()
@@ -326,9 +359,9 @@ def test_agreement_is_one_where_the_proposal_is_the_targets_own_token(arm, monke
     tokens, anchors = random_tokens(3, T), random_anchors(3, 5)
     states, _ = target(tokens)
 
-    def oracle(target, taps, x, anchors, seen):
+    def oracle(target, features, x, anchors, seen, offset):
         rows = torch.arange(3)[:, None, None]
-        return states[rows, anchors[:, :, None] + torch.arange(S) - 1]
+        return states[rows, anchors[:, :, None] + torch.arange(offset, S) - 1]
 
     assert block_loss(target, mtp, drafter, tokens, anchors, measure=True).agreement.max() < 1
     monkeypatch.setattr(drafter.dflash, "forward_blocks", oracle)
@@ -403,15 +436,17 @@ def cached_logits(target: Llama, mtp: MTP, drafter: Drafter, text: Tensor, a: Te
     for tensor in (tensor for cache in caches for tensor in cache):
         tensor.fill_(POISON)
     states, taps = target(tokens, positions, caches[0], P, draft.tap_layers)
-    h = mtp(target, states, next_tokens, positions, caches[1], P)[rows, a - 1]
-    drafter.dflash.write_context(target, taps, positions, caches[2])
+    head_rows = mtp(target, states, next_tokens, positions, caches[1], P)
+    h = head_rows[rows, a - 1]
+    drafter.dflash.write_context(target, drafter.features(taps, head_rows), positions, caches[2])
     for b in range(len(text)):
         for tensor in caches[2]:
             tensor[:, b, a[b]:] = POISON
     t1_emb = drafter.fuse(target.embed_tokens(text[rows, a + 1]), h)
-    x = drafter.block_inputs(target.embed_tokens(text[rows, a]), t1_emb)
-    out = drafter.dflash.forward_round(target, x, a, caches[2], length)
-    return target.lm_head(out[:, drafter.first:])
+    x = drafter.block_inputs(target.embed_tokens(text[rows, a]), t1_emb, h)
+    offset = drafter.arm.offset
+    out = drafter.dflash.forward_round(target, x, a, caches[2], length, offset)
+    return target.lm_head(out[:, drafter.first - offset:])
 
 
 @torch.no_grad()
@@ -434,7 +469,9 @@ def test_the_steps_of_a_round_propose_what_training_ranks_first(arm, monkeypatch
     """prefill, t1_step and draft_step themselves, on prompts of several lengths."""
     target, mtp = small_models()
     drafter = small_drafter(target.cfg, arm, window=5)
-    head = None if arm == "dflash" else mtp
+    head = mtp if ARMS[arm].uses_mtp else None
+    if drafter.dflash.selector:
+        torch.nn.init.zeros_(drafter.dflash.selector.after.weight)  # the walk is then the argmax
     m = Machine(target, head, drafter, S, Sampling(greedy=True), kv_len=target.cfg.context + S)
     s = new_state(m, 4, seed=0, temperature=1.0)
     lengths = [1, 4, 9, 24]

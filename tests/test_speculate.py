@@ -26,14 +26,16 @@ from speculate import (Machine, Sampling, acceptance_length, bucket, cumulative_
                        decode, distinct_4grams, generate, gumbel, mix, new_state, perturb, prefill,
                        round_steps, uniforms)
 
-METHODS = ["none", "mtp x 1", "mtp x 4", "dflash", "dmtp"]
+METHODS = ["none", "mtp x 1", "mtp x 4", "dflash", "dmtp"]  # on the largest grids
+ALL_METHODS = ["none", "mtp x 1", "mtp x 4", *ARMS]
 FILTERS = {"off": {}, "top-k": {"top_k": 5}, "top-p": {"top_p": 0.8}}
 
 
 def machine(method: str, target: Llama, mtp: MTP, drafters: dict, **changes) -> Machine:
     """The machine of a method; changes are Machine's fields."""
     n_slots = {"none": 1, "mtp x 1": 2, "mtp x 4": 5}.get(method, 8)
-    head = mtp if method.startswith("mtp") or method == "dmtp" else None
+    uses_mtp = ARMS[method].uses_mtp if method in ARMS else method != "none"
+    head = mtp if uses_mtp else None
     m = Machine(target, head, drafters.get(method), n_slots, Sampling())
     return replace(m, **changes)
 
@@ -164,11 +166,11 @@ def oracle(monkeypatch, texts: list[list[int]], n_right) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("method", ["mtp x 4", "dflash", "dmtp"])
+@pytest.mark.parametrize("method", ALL_METHODS[2:])
 def test_text_equals_plain_text_for_drafters_of_any_accuracy(monkeypatch, method, temperature):
     cfg = small_config(context=200)
     target, mtp = small_models(cfg=cfg)
-    drafters = {name: small_drafter(cfg, name) for name in ("dflash", "dmtp")}
+    drafters = {name: small_drafter(cfg, name) for name in ARMS}
     prompts = [[1, 2, 3], [4], [5] * 20]
     m = machine(method, target, mtp, drafters, sampling=Sampling(greedy=temperature == 0))
     plain = decode(replace(m, mtp=None, drafter=None, n_slots=1), prompts, 120, 3, temperature)
@@ -202,7 +204,8 @@ def recompute(m: Machine, text: list[int], pos: int) -> dict[str, Tensor]:
         h = m.mtp(m.target, states, torch.tensor([text[1:pos + 1]]), positions, s.mtp_kv, pos)
         s.mtp_state.copy_(h[:, -1])
     if m.drafter is not None:
-        m.drafter.dflash.write_context(m.target, taps, positions, s.draft_kv)
+        features = m.drafter.features(taps, None if m.mtp is None else h)
+        m.drafter.dflash.write_context(m.target, features, positions, s.draft_kv)
     return s
 
 
@@ -210,13 +213,13 @@ def caches(s) -> list[Tensor]:
     return [*s.target_kv, *s.mtp_kv, *s.draft_kv]
 
 
-@pytest.mark.parametrize("method", ["mtp x 1", "mtp x 4", "dflash", "dmtp"])
+@pytest.mark.parametrize("method", ALL_METHODS[1:])
 def test_the_invariant_holds_after_every_round_for_all_accept_counts_in_every_order(
         monkeypatch, method):
     """Unwritten and stale rows are poisoned before each round, so that any read would show."""
     cfg = small_config(context=420)
     target, mtp = small_models(cfg=cfg)
-    drafters = {name: small_drafter(cfg, name) for name in ("dflash", "dmtp")}
+    drafters = {name: small_drafter(cfg, name) for name in ARMS}
     m = machine(method, target, mtp, drafters)
     script = every_pair(m.n_slots)
     prompts = [[1, 2, 3, 4, 5], [6]]
@@ -261,7 +264,7 @@ def test_a_window_smaller_than_the_text_changes_proposals_and_not_the_text(metho
 def small():
     cfg = small_config()
     target, mtp = small_models(cfg=cfg)
-    drafters = {name: small_drafter(cfg, name) for name in ("dflash", "dmtp")}
+    drafters = {name: small_drafter(cfg, name) for name in ARMS}
     return target, mtp, drafters
 
 
@@ -312,7 +315,7 @@ def test_text_stops_at_end_of_text_wherever_in_a_block_it_falls(monkeypatch, wid
     assert tally.histogram[0] == expected
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ALL_METHODS)
 @pytest.mark.parametrize("length", [1, 39, 40, 41, 46, 47])
 def test_text_ends_exactly_at_the_end_of_the_context(small, method, length):
     prompt = random_tokens(length).tolist()
@@ -484,13 +487,13 @@ def on_meta(method: str, **changes) -> Machine:
     """A machine without data: reading a value, a shape from data or another device raises there."""
     cfg = small_config()
     target, mtp = small_models(cfg=cfg)
-    drafters = {name: small_drafter(cfg, name).to("meta") for name in ("dflash", "dmtp")}
+    drafters = {name: small_drafter(cfg, name).to("meta") for name in ARMS}
     return machine(method, target.to("meta"), mtp.to("meta"), drafters, kv_len=40, **changes)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(greedy=True),
                                       Sampling(top_k=3, top_p=0.9)])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ALL_METHODS)
 def test_no_step_reads_the_device_draws_numbers_or_has_shapes_that_depend_on_data(method, sampling):
     m = on_meta(method, sampling=sampling, eot=5)
     s = new_state(m, 3, 0, 1.0)
@@ -536,10 +539,11 @@ def test_the_guard_above_catches_each_fault_that_it_is_for(fault):
         fault(m, s)
 
 
-def test_buffers_keep_their_addresses_and_stay_finite_over_fifty_rounds():
+@pytest.mark.parametrize("method", ["mtp x 4", "dmtp", "context", "dmtp-d2"])
+def test_buffers_keep_their_addresses_and_stay_finite_over_fifty_rounds(method):
     cfg = small_config(context=400)
     target, mtp = small_models(cfg=cfg)
-    m = machine("dmtp", target, mtp, {"dmtp": small_drafter(cfg, "dmtp")})
+    m = machine(method, target, mtp, {name: small_drafter(cfg, name) for name in ARMS})
     s = new_state(m, 2, 0, 1.0)
     addresses = [t.data_ptr() for t in tensors(s)]
     rounds = sum(1 for _ in generate(m, [[1], [2, 3]], 380, s=s))
@@ -548,7 +552,7 @@ def test_buffers_keep_their_addresses_and_stay_finite_over_fifty_rounds():
     assert all(torch.isfinite(t.double()).all() for t in tensors(s))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ALL_METHODS)
 def test_rows_at_their_limit_stand_still(small, method):
     """So a graph's warm-up, with limit = pos, moves nothing."""
     m = replace(machine(method, *small), kv_len=40)

@@ -13,7 +13,7 @@ import torch
 
 import train
 from data import prepare
-from dmtp import fingerprint, load_drafter, load_target
+from dmtp import ARMS, fingerprint, load_drafter, load_target
 from kit import small_config, small_drafter, small_models
 from model import SIZES
 from mtp import MTPLoss
@@ -175,7 +175,7 @@ def test_a_step_reads_nothing_back_from_the_device():
     """On the meta device every read, item() and copy to the CPU raises; the measures wait there."""
     cfg = small_config()
     windows = torch.zeros(4, cfg.context + 1, dtype=torch.long)
-    for name in (None, "dflash", "dmtp"):
+    for name in (None, *ARMS):
         target, mtp = (m.float().to("meta") for m in small_models(cfg=cfg))
         drafter = small_drafter(cfg, name).float().to("meta") if name else None
         stage = Stage(target, mtp, MTPLoss("ec"), drafter)
@@ -190,6 +190,48 @@ def test_a_step_reads_nothing_back_from_the_device():
 def log_of(out: Path) -> list[dict]:
     lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     return [{k: v for k, v in line.items() if k != "tokens_per_s"} for line in lines]
+
+
+def test_fine_tuning_from_dflash_starts_as_two_anchor_dflash_of_its_weights(run):
+    """The same first loss and proposals to the bit, and another one later."""
+    _, out = run("--drafter", "dflash")
+    for name in ("conditioned-2", "dmtp"):
+        assert run("--stage", "drafter", "--drafter", name, "--init-from", str(out / "dflash.pt"))[
+            0] == 0
+    first, last = ([[line for line in log_of(out) if line["stage"] == name][i]
+                    for name in ("conditioned-2", "dmtp")] for i in (0, -1))
+    assert first[0]["loss"] == first[1]["loss"] and first[0]["agreement"] == first[1]["agreement"]
+    assert last[0]["eval"]["loss"] != last[1]["eval"]["loss"]
+    target, _, checkpoint = load_target(out)
+    assert load_drafter(out, "dmtp", target.cfg, checkpoint["fingerprint"])[0].arm == ARMS["dmtp"]
+
+
+def test_weights_that_do_not_fit_are_refused_by_name(run, capsys):
+    _, out = run("--drafter", "dflash")
+    _, other = run("--drafter", "dflash", "--seed", "7", out="other")
+    path = out / "dflash.pt"
+    wide = torch.load(path, weights_only=True)
+    wide["draft_config"]["gamma"] = 9.0
+    torch.save(wide, out / "wide.pt")
+    for start, arm, message in [
+            (other / "dflash.pt", "dmtp", "was trained for target"),
+            (out / "wide.pt", "dmtp", "another layout: gamma 9.0 (there) / 4.0 (here)"),
+            (path, "context", "drafter dflash: its dflash.fc.weight has no place in [T1, mask"),
+            (out / "target.pt", "dmtp", "is not a drafter checkpoint"),
+            (out / "none.pt", "dmtp", "there is no ")]:
+        capsys.readouterr()
+        assert run("--stage", "drafter", "--drafter", arm, "--init-from", str(start))[0] == 1
+        error = capsys.readouterr().err
+        assert message in error and str(start) in error and error.count("\n") == 1
+        assert not (out / f"{arm}.pt").exists()
+
+
+def test_help_has_one_line_for_every_drafter(capsys):
+    with pytest.raises(SystemExit):
+        train.main(["--help"])
+    lines = capsys.readouterr().out.splitlines()
+    for name, arm in ARMS.items():
+        assert f"  {name:14} {arm.about}" in lines
 
 
 @pytest.fixture
