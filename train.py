@@ -407,7 +407,7 @@ class Defaults:
     lr_muon: float   # of the hidden matrices
     lr_rest: float   # of embeddings, lm_head and norms beside Muon
     lr_adamw: float  # of everything, without Muon
-    momentum: float = 0.85  # of Muon
+    momentum: float = 0.8   # of Muon
     beta1: float = 0.9      # of AdamW beside Muon
 
 
@@ -416,14 +416,14 @@ class Defaults:
 TARGET_DEFAULTS = {
     "tiny": Defaults(steps=360, batch=8, lr_muon=0.014, lr_rest=0.06, lr_adamw=0.003,
                      momentum=0.6, beta1=0.8),
-    "6m": Defaults(steps=3600, batch=64, lr_muon=0.01, lr_rest=0.01, lr_adamw=0.002),
-    "10m": Defaults(steps=6500, batch=64, lr_muon=0.01, lr_rest=0.01, lr_adamw=0.0015),
-    "28m": Defaults(steps=17000, batch=64, lr_muon=0.01, lr_rest=0.01, lr_adamw=0.001),
-    "59m": Defaults(steps=36000, batch=64, lr_muon=0.01, lr_rest=0.01, lr_adamw=0.0008),
+    "6m": Defaults(steps=3600, batch=64, lr_muon=0.01, lr_rest=0.03, lr_adamw=0.002),
+    "10m": Defaults(steps=6500, batch=64, lr_muon=0.01, lr_rest=0.03, lr_adamw=0.0015),
+    "28m": Defaults(steps=17000, batch=64, lr_muon=0.01, lr_rest=0.03, lr_adamw=0.001),
+    "59m": Defaults(steps=36000, batch=64, lr_muon=0.01, lr_rest=0.03, lr_adamw=0.0008),
 }
 DRAFTER_DEFAULTS = {
-    "tiny": Defaults(steps=440, batch=8, lr_muon=0.02, lr_rest=0.06, lr_adamw=0.003,
-                     momentum=0.6, beta1=0.8),
+    "tiny": Defaults(steps=840, batch=4, lr_muon=0.02, lr_rest=0.06, lr_adamw=0.003,
+                     momentum=0.7, beta1=0.8),
     "6m": Defaults(steps=3000, batch=64, lr_muon=0.01, lr_rest=0.01, lr_adamw=0.001),
     "10m": Defaults(steps=3000, batch=64, lr_muon=0.01, lr_rest=0.01, lr_adamw=0.001),
     "28m": Defaults(steps=6000, batch=64, lr_muon=0.01, lr_rest=0.01, lr_adamw=0.0006),
