@@ -315,8 +315,7 @@ def load_target(out: Path) -> tuple[Llama, MTP, dict]:
     return target.requires_grad_(False), mtp.requires_grad_(False), checkpoint
 
 
-def load_drafter(out: Path, name: str, cfg: Config,
-                 target_fingerprint: str) -> tuple[Drafter, dict]:
+def load_drafter(out: Path, name: str, cfg: Config, target_fingerprint: str) -> Drafter:
     """The drafter out/NAME.pt; ValueError if it belongs to another target."""
     hint = f"python train.py --stage drafter --drafter {name} --out {out}"
     path = out / f"{name}.pt"
@@ -334,7 +333,7 @@ def load_drafter(out: Path, name: str, cfg: Config,
     except (KeyError, TypeError, RuntimeError) as e:
         raise ValueError(f"{path} was made by other code ({type(e).__name__}): make it again with "
                          f"{hint} --overwrite") from e
-    return drafter.requires_grad_(False), checkpoint
+    return drafter.requires_grad_(False)
 
 
 def start_from(path: Path, drafter: Drafter, target_fingerprint: str) -> str:

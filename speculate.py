@@ -694,7 +694,7 @@ def load_machine(name: str, args: argparse.Namespace, target: Llama, mtp: MTP,
     if name == "mtp":
         n_slots = args.mtp_steps + 1
     elif name != "none":
-        drafter, _ = load_drafter(args.out, name, target.cfg, checkpoint["fingerprint"])
+        drafter = load_drafter(args.out, name, target.cfg, checkpoint["fingerprint"])
         drafter = drafter.to(target.lm_head.weight)
         n_slots = drafter.dflash.draft.n_slots
     uses_mtp = name == "mtp" or (drafter is not None and drafter.arm.uses_mtp)

@@ -569,7 +569,7 @@ def test_a_round_trip_gives_equal_bits_and_settings(arm, tmp_path):
     target, mtp = save_target(tmp_path)
     drafter = save_drafter(tmp_path, arm, "mine", target, mtp)
     loaded_target, loaded_mtp, rest = load_target(tmp_path)
-    loaded, _ = load_drafter(tmp_path, "mine", target.cfg, rest["fingerprint"])
+    loaded = load_drafter(tmp_path, "mine", target.cfg, rest["fingerprint"])
     assert rest["tokenizer"] == {"kind": "bytes", "n": 3}
     assert rest["fingerprint"] == fingerprint(loaded_target, loaded_mtp) == fingerprint(target, mtp)
     assert loaded_target.cfg == target.cfg and loaded.dflash.draft == drafter.dflash.draft
