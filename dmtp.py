@@ -330,7 +330,7 @@ def load_drafter(out: Path, name: str, cfg: Config, target_fingerprint: str) -> 
                   checkpoint.get("dflash2", False))
         drafter = Drafter(cfg, DraftConfig(**checkpoint["draft_config"]), arm)
         drafter.load_state_dict(checkpoint["drafter"])
-    except (KeyError, TypeError, RuntimeError) as e:
+    except (KeyError, TypeError, RuntimeError, AssertionError) as e:
         raise ValueError(f"{path} was made by other code ({type(e).__name__}): make it again with "
                          f"{hint} --overwrite") from e
     return drafter.requires_grad_(False)
@@ -343,9 +343,9 @@ def start_from(path: Path, drafter: Drafter, target_fingerprint: str) -> str:
     zero-initialised arms. ValueError if target, size or layout do not fit.
     """
     checkpoint = load_checkpoint(path, "drafter", "python train.py --stage drafter")
-    if checkpoint["target_fingerprint"] != target_fingerprint:
-        raise ValueError(f"--init-from {path} was trained for target "
-                         f"{checkpoint['target_fingerprint']}, this one is {target_fingerprint}")
+    if (wanted := checkpoint.get("target_fingerprint")) != target_fingerprint:
+        raise ValueError(f"--init-from {path} was trained for target {wanted}, this one is "
+                         f"{target_fingerprint}")
     there, here = checkpoint["draft_config"], asdict(drafter.dflash.draft)
     if DraftConfig(**there) != drafter.dflash.draft:
         differ = [f"{k} {there[k]} (there) / {here[k]} (here)" for k in here if there[k] != here[k]]
