@@ -422,8 +422,8 @@ TARGET_DEFAULTS = {
     "59m": Defaults(steps=36000, batch=64, lr_muon=0.01, lr_rest=0.03, lr_adamw=0.0008),
 }
 DRAFTER_DEFAULTS = {
-    "tiny": Defaults(steps=840, batch=4, lr_muon=0.02, lr_rest=0.06, lr_adamw=0.003,
-                     momentum=0.7, beta1=0.8),
+    "tiny": Defaults(steps=440, batch=8, lr_muon=0.02, lr_rest=0.06, lr_adamw=0.003,
+                     momentum=0.6, beta1=0.8),
     "6m": Defaults(steps=3000, batch=64, lr_muon=0.01, lr_rest=0.01, lr_adamw=0.001),
     "10m": Defaults(steps=3000, batch=64, lr_muon=0.01, lr_rest=0.01, lr_adamw=0.001),
     "28m": Defaults(steps=6000, batch=64, lr_muon=0.01, lr_rest=0.01, lr_adamw=0.0006),
