@@ -203,7 +203,8 @@ def test_fine_tuning_from_dflash_starts_as_two_anchor_dflash_of_its_weights(run)
     assert first[0]["loss"] == first[1]["loss"] and first[0]["agreement"] == first[1]["agreement"]
     assert last[0]["eval"]["loss"] != last[1]["eval"]["loss"]
     target, _, checkpoint = load_target(out)
-    assert load_drafter(out, "dmtp", target.cfg, checkpoint["fingerprint"]).arm == ARMS["dmtp"]
+    tuned = load_drafter(out, "dmtp", target.cfg, checkpoint["fingerprint"])
+    assert tuned.arm.injection == "residual" and tuned.fusion.proj.weight.any()
 
 
 def test_weights_that_do_not_fit_are_refused_by_name(run, capsys):
