@@ -14,7 +14,8 @@ time, and read once for each purpose: digests of your own files, counting, learn
 
 Rules for your own files
     .txt is one document; .jsonl has one a line: "text", or "prompt" / "question", a line end, and
-    "completion" / "answer"; both may end in .gz. Of a folder, all such files below it, by name.
+    "completion" / "answer"; both may end in .gz. Of a folder, all such files below it, by name;
+    links to other folders are not followed.
     UTF-8 only: other bytes are refused, with the file's name. A byte order mark is dropped, every
     line end becomes \\n, half a surrogate pair in JSON becomes U+FFFD. Empty documents are left
     out and counted. The text <|endoftext|> inside a document stays plain text.
@@ -65,6 +66,7 @@ MIN_FILES, MIN_BYTES = 200, 2_000_000  # a standard library with less is not com
 FILES = ["train.bin", "val.bin", "vocab.tiktoken"]
 PART_CHARS = 1 << 16       # a document longer than this is read and encoded in parts
 BATCH_CHARS = 1 << 22      # encoded at once, over all cores
+MAX_WORD = 256             # characters that a word is cut to for learning
 SAMPLE_CHARS = 32_000_000  # of the text, for learning the vocabulary
 STDLIB_VAL_SHARE = 0.12    # in Python 3.10-3.13 over 64 files with 192 tokens
 VAL_SHARE, VAL_CHARS, MIN_HELD_OUT = 0.05, 20_000_000, 10
@@ -161,7 +163,8 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> dict:
     """{"pattern": str, "ranks": text of vocab.tiktoken, "eot": int, "vocab_size": int}."""
     words = Counter()
     for text in texts:
-        words.update(re.findall(PATTERN, text))
+        # no word needs more than MAX_WORD characters to be learned from: a line of DNA is one word
+        words.update(word[:MAX_WORD] for word in re.findall(PATTERN, text))
     ranks = train_bpe({word.encode(): count for word, count in words.items()}, vocab_size - 257)
     return {"pattern": PATTERN, "ranks": ranks_text(ranks), "eot": vocab_size - 1,
             "vocab_size": vocab_size}
@@ -243,10 +246,13 @@ def list_files(names: list[str]) -> list[Path]:
     suffixes = (".txt", ".jsonl", ".txt.gz", ".jsonl.gz")
     paths = []
     for name in map(Path, names):
+        if str(name) == "." and "" in names:
+            raise ValueError("one of the names is empty: give stdlib, fineweb-edu, or files and "
+                             "folders")
         if not name.exists():
             raise ValueError(f"there is no {name}: give stdlib, fineweb-edu, or files and folders")
         found = sorted(name.rglob("*")) if name.is_dir() else [name]
-        found = [path for path in found if path.name.endswith(suffixes) and path.is_file()]
+        found = [p for p in found if p.name.lower().endswith(suffixes) and p.is_file()]
         if not found:
             raise ValueError(f"{name} {'has no files' if name.is_dir() else 'is no file'} of a "
                              f"known kind: {', '.join(suffixes)}")
@@ -257,11 +263,12 @@ def list_files(names: list[str]) -> list[Path]:
 def read_files(paths: list[Path]) -> Iterator[Part]:
     """The documents of .txt and .jsonl files; ValueError names a file that cannot be read."""
     for path in paths:
-        opened = gzip.open(path, "rt", encoding="utf-8-sig") if path.suffix == ".gz" else \
+        name = path.name.lower()
+        opened = gzip.open(path, "rt", encoding="utf-8-sig") if name.endswith(".gz") else \
             open(path, encoding="utf-8-sig")
         try:
             with opened as file:
-                read = read_jsonl if path.name.removesuffix(".gz").endswith(".jsonl") else read_txt
+                read = read_jsonl if name.removesuffix(".gz").endswith(".jsonl") else read_txt
                 yield from read(file)
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is not UTF-8 (byte 0x{error.object[error.start]:02x}): "
@@ -520,9 +527,11 @@ def prepare(out: Path, about: str, settings: dict, build_files: Callable[[Path],
     It is written beside out, then moved: a run that fails leaves older files alone, and only a
     stop between the moves leaves a folder without meta.json, that is, not prepared.
     """
-    partial = out.with_name(f"{out.name}.partial")
-    # a run that was killed leaves this behind
-    shutil.rmtree(partial, ignore_errors=True)
+    out = out.resolve()  # a link may lead to another disk; the moves below stay on one
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out} is a file: remove it, or choose another --name")
+    remove_leftovers(out)
+    partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
     reason = why_redo(out, settings)
     if not reason:
         print(f"{out} is ready, nothing to do")
@@ -544,6 +553,28 @@ def prepare(out: Path, about: str, settings: dict, build_files: Callable[[Path],
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return meta
+
+
+def remove_leftovers(out: Path) -> None:
+    """Delete what a killed run left beside out; ValueError if that run is alive."""
+    for left in out.parent.glob(f".{out.name}.partial-*"):
+        number = left.name.rpartition("-")[2]
+        if number.isdecimal() and is_running(int(number)):
+            raise ValueError(f"another prepare.py (process {number}) is making {out}: wait for it, "
+                             "or choose another --name")
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def is_running(process: int) -> bool:
+    """Whether a process of that number exists; not known on Windows, where it counts as none."""
+    try:
+        if os.name == "posix":
+            os.kill(process, 0)
+        return os.name == "posix" and process != os.getpid()
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
 
 
 def prepare_text(out: Path, source: Source, vocab: int | str | None) -> dict:
@@ -774,7 +805,7 @@ def positive(word: str) -> int:
 
 def default_name(names: list[str]) -> str:
     """data/<name> for own files: the name of the one file or folder, or of the files' folder."""
-    path = Path(names[0]).resolve()
+    path = Path(os.path.abspath(names[0]))
     path = path if len(names) == 1 else path.parent
     return re.sub(r"[^\w-]+", "-", path.name.split(".")[0]).strip("-") or "text"
 
@@ -806,12 +837,15 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         args.name = default_name(args.source) if args.own else args.source[0]
     if not re.fullmatch(r"\w[\w-]*", args.name):
         parser.error(f"--name is {args.name!r}, allowed: letters, digits, _ and -")
-    if args.own and args.name in ("stdlib", "fineweb-edu"):
-        parser.error(f"--name {args.name} is for that source: choose another")
+    if args.name in ("stdlib", "fineweb-edu", "fineweb-edu-shards") and [args.name] != args.source:
+        parser.error(f"--name {args.name} is for that source: choose another --name")
     return args
 
 
 def main(argv: list[str] | None = None) -> int:
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # a name that cannot be shown
     args = parse_args(argv)
     out = Path(__file__).parent / args.name
     try:
@@ -822,14 +856,14 @@ def main(argv: list[str] | None = None) -> int:
             prepare_files(out, args.source, args.val, args.vocab)
         else:
             prepare_stdlib(out, args.vocab or 2048)
+        if args.own:
+            print(f"train it: python train.py --ec-mtp --data {args.name} --out out-{args.name}")
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("\ninterrupted: run the same command again", file=sys.stderr)
         return 130
-    if args.own:
-        print(f"train it: python train.py --ec-mtp --data {args.name} --out out-{args.name}")
     return 0
 
 

@@ -57,8 +57,11 @@ def test_a_jsonl_line_is_one_document(tmp_path, record, expected):
 
 def test_the_last_suffix_tells_the_kind(tmp_path):
     (tmp_path / "a.jsonl.txt").write_text("plain")
-    (tmp_path / "b.txt.jsonl.gz").write_bytes(gzip.compress(lines({"text": "packed"})))
-    assert documents(tmp_path / "a.jsonl.txt", tmp_path / "b.txt.jsonl.gz") == ["plain", "packed"]
+    (tmp_path / "b.txt.JSONL.gz").write_bytes(gzip.compress(lines({"text": "packed"})))
+    (tmp_path / "c.TXT").write_text("loud")
+    (tmp_path / "d.txt.GZ").write_bytes(gzip.compress(b"both"))
+    paths = prepare.list_files([str(tmp_path)])
+    assert documents(*paths) == ["plain", "packed", "loud", "both"]
 
 
 def test_long_documents_come_in_parts_that_join_to_the_same_text(tmp_path, monkeypatch):

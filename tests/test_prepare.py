@@ -283,11 +283,39 @@ def test_stopped_run_leaves_no_folder_and_keeps_an_older_one(library, tmp_path, 
 
 
 def test_leftovers_of_a_killed_run_go(library, tmp_path):
-    write(tmp_path / "out.partial/train.bin", b"half")
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    for _ in range(2):
+        write(tmp_path / f".out.partial-{ended.pid}/train.bin", b"half")
+        prepare.prepare_stdlib(tmp_path / "out", 300)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["lib", "out"]
+
+
+def test_a_folder_that_a_run_did_not_make_is_never_removed(library, tmp_path):
+    for name in ("out.partial", ".out.partial", "out-partial-1"):
+        write(tmp_path / name / "mine.txt", b"mine")
     prepare.prepare_stdlib(tmp_path / "out", 300)
-    write(tmp_path / "out.partial/train.bin", b"half")
+    assert len(list(tmp_path.rglob("mine.txt"))) == 3
+
+
+def test_a_run_beside_another_of_the_same_name_is_refused(library, tmp_path):
+    running = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    write(tmp_path / f".out.partial-{running.pid}/train.bin", b"half")
+    with pytest.raises(ValueError, match=f"process {running.pid}. is making"):
+        prepare.prepare_stdlib(tmp_path / "out", 300)
+    assert (tmp_path / f".out.partial-{running.pid}/train.bin").exists()
+    running.communicate(b"\n")
+
+
+def test_a_link_to_a_folder_is_followed_and_a_file_in_the_way_is_named(library, tmp_path):
+    (tmp_path / "elsewhere" / "real").mkdir(parents=True)
+    (tmp_path / "out").symlink_to(tmp_path / "elsewhere" / "real")
     prepare.prepare_stdlib(tmp_path / "out", 300)
-    assert not (tmp_path / "out.partial").exists()
+    assert (tmp_path / "elsewhere" / "real" / "meta.json").exists()
+    assert sorted(path.name for path in (tmp_path / "elsewhere").iterdir()) == ["real"]
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(ValueError, match="file is a file: remove it"):
+        prepare.prepare_stdlib(tmp_path / "file", 300)
 
 
 def test_ctrl_c_is_one_line_and_exit_code_130(monkeypatch, capsys):
@@ -362,7 +390,10 @@ def test_unknown_name_says_what_to_run():
     (["--tokens", "5"], "--shards and --tokens are for fineweb-edu"),
     (["--val", "x.txt"], "--val is for your own files"),
     (["stdlib", "x.txt"], "stdlib and fineweb-edu stand alone"),
-    (["x.txt", "--name", "stdlib"], "--name stdlib is for that source")])
+    (["x.txt", "--name", "stdlib"], "--name stdlib is for that source"),
+    (["fineweb-edu", "--name", "stdlib"], "--name stdlib is for that source"),
+    (["stdlib", "--name", "fineweb-edu"], "--name fineweb-edu is for that source"),
+    ([""], "one of the names is empty")])
 def test_command_line_mistakes_are_named_without_a_traceback(arguments, message):
     ran = subprocess.run([sys.executable, prepare.__file__, *arguments], capture_output=True,
                          text=True)
