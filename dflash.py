@@ -293,9 +293,10 @@ def adaptive_weights(losses: Tensor) -> Tensor:
     return chances.flip(-1).cumsum(dim=-1).flip(-1)
 
 
-def adaptive_mean(losses: Tensor) -> Tensor:
-    """The sum of w CE over a block's slots, averaged over the blocks; losses (B, N, n)."""
-    return (adaptive_weights(losses) * losses).sum(dim=-1).mean()
+def adaptive_mean(losses: Tensor, added: Tensor | float = 0.0) -> Tensor:
+    """The sum of w CE over a block's slots, averaged over the blocks; losses (B, N, n). What is
+    added to a slot's loss is weighed like it, but does not change the weights."""
+    return (adaptive_weights(losses) * (losses + added)).sum(dim=-1).mean()
 
 
 def selector_losses(selector: PathSelector, states: Tensor, logits: Tensor, before: Tensor,

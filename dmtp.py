@@ -31,8 +31,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from dflash import (DFlash, DraftConfig, adaptive_mean, adaptive_weights, context_seen,
-                    decayed_mean, selector_losses, slot_losses, slot_positions)
+from dflash import (DFlash, DraftConfig, adaptive_mean, context_seen, decayed_mean,
+                    selector_losses, slot_losses, slot_positions)
 from model import MAX_LOGITS, Config, Llama, through_head
 from mtp import MTP
 
@@ -197,7 +197,8 @@ def block_loss(target: Llama, mtp: MTP, drafter: Drafter, tokens: Tensor, anchor
             mtp_rows = mtp(target, states[:, :-1], tokens[:, 1:])               # (B, T - 1, C)
             # row a - 1 reads state a - 1 and E(A), and predicts T1
             h = mtp_rows[rows, a - 1]                                           # (B, N, C)
-            mtp_rows = F.pad(mtp_rows, (0, 0, 0, 1))  # (B, T, C); no block sees row T - 1
+            if drafter.arm.context_has_mtp:
+                mtp_rows = F.pad(mtp_rows, (0, 0, 0, 1))  # (B, T, C); no block sees row T - 1
         # the target predicts the token of a slot one row before it
         verifier = states[rows[:, :, None], at[:, :, first:] - 1].flatten(1, 2)  # (B, N n, C)
     x = drafter.block_inputs(a_emb, drafter.fuse(t1_emb, h), h)         # (B, N, S - offset, C)
@@ -219,12 +220,12 @@ def block_loss(target: Llama, mtp: MTP, drafter: Drafter, tokens: Tensor, anchor
             same = proposed.argmax(dim=-1) == own.argmax(dim=-1)
             agreement = same.sum(dim=(0, 1)) / (B * N)
         losses = slot_losses(proposed, wanted)                                  # (b, N, n)
-        loss = adaptive_mean(losses) if selector else decayed_mean(losses, draft.gamma)
         if selector:
-            weights = adaptive_weights(losses)
             walk = selector_losses(selector, out[part], proposed, block[part, :, first - 1:-1],
                                    block[part, :, first:])
-            loss = loss + (weights * walk).sum(dim=-1).mean()
+            loss = adaptive_mean(losses, added=walk)
+        else:
+            loss = decayed_mean(losses, draft.gamma)
         return loss * (proposed.size(0) / B), agreement
 
     if selector:  # its gradient does not pass through lm_head alone: the logits are held whole

@@ -233,7 +233,7 @@ def list_stdlib(root: Path) -> list[Path]:
 
 
 def read_library(paths: list[Path]) -> Iterator[Part]:
-    """The files with line ends \\n, without those that are empty or not UTF-8."""
+    """The files with line ends \\n; one that is not UTF-8 counts as empty."""
     for path in paths:
         try:
             yield from cut(path.read_bytes().decode("utf-8").replace("\r\n", "\n"))
@@ -245,8 +245,9 @@ def list_files(names: list[str]) -> list[Path]:
     """The .txt and .jsonl files, plain or .gz, that names are or hold; ValueError for another."""
     suffixes = (".txt", ".jsonl", ".txt.gz", ".jsonl.gz")
     paths = []
-    for name in map(Path, names):
-        if str(name) == "." and "" in names:
+    for word in names:
+        name = Path(word)
+        if not word:
             raise ValueError("one of the names is empty: give stdlib, fineweb-edu, or files and "
                              "folders")
         if not name.exists():
@@ -494,7 +495,7 @@ def learn(source: Source, found: Survey, vocab_size: int) -> dict:
 
 
 def build(source: Source, vocab: int | str | None, folder: Path) -> dict:
-    """Counts and tokenizer for meta.json, after writing the other files to folder."""
+    """Counts and tokenizer for meta.json, after writing the token files to folder."""
     start = time.perf_counter()
     found = survey(source)
     print(f"read      {found.n_documents:,} documents, {found.n_chars / 1e6:.1f}M characters, "
@@ -507,7 +508,6 @@ def build(source: Source, vocab: int | str | None, folder: Path) -> dict:
         tokenizer = gpt2_tokenizer() if vocab == "gpt2" else learn(source, found, vocab)
     except ValueError as error:
         raise ValueError(f"{source.about}: {error}") from error
-    (folder / "vocab.tiktoken").write_bytes(tokenizer["ranks"].encode())
     print(f"learn     {tokenizer['vocab_size']} tokens | {time.perf_counter() - start:.1f} s")
     start = time.perf_counter()
     counts = encode(source, found, tokenizer, folder)
@@ -542,7 +542,7 @@ def prepare(out: Path, about: str, settings: dict, build_files: Callable[[Path],
         meta = {"name": out.name, "source": about, "settings": settings,
                 "python": platform.python_version(), "tiktoken": version("tiktoken")}
         meta |= build_files(partial)
-        del meta["tokenizer"]["ranks"]  # they have their own file
+        (partial / "vocab.tiktoken").write_bytes(meta["tokenizer"].pop("ranks").encode())
         meta["tokenizer"]["file"] = "vocab.tiktoken"
         meta["digests"] = digests(partial)
         (partial / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
@@ -567,10 +567,11 @@ def remove_leftovers(out: Path) -> None:
 
 def is_running(process: int) -> bool:
     """Whether a process of that number exists; not known on Windows, where it counts as none."""
+    if os.name != "posix" or process == os.getpid():
+        return False
     try:
-        if os.name == "posix":
-            os.kill(process, 0)
-        return os.name == "posix" and process != os.getpid()
+        os.kill(process, 0)
+        return True
     except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
@@ -774,7 +775,6 @@ def prepare_fineweb(out: Path, n_tokens: int, vocab: int | str) -> dict:
         train = [fetch_shard(number, n, raw) for number, n in enumerate(sizes, start=1)]
         print(f"fetched   to {raw}, kept for other settings: delete it if you need the space")
         if vocab == "gpt2":
-            (folder / "vocab.tiktoken").write_bytes(tokenizer["ranks"].encode())
             counts = copy_ids(train, folder / "train.bin") | copy_ids(val, folder / "val.bin")
             return {"tokenizer": tokenizer} | counts
         enc = encoding(tokenizer)

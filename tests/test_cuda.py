@@ -48,6 +48,9 @@ def test_a_step_never_waits_for_the_gpu(name, optimizer):
             step_gradients(stage, recipe, random_tokens(4, 49), step, micro_batch=4, measure=False)
             torch.nn.utils.clip_grad_norm_(parameters, recipe.clip)
             optimizer_step(optimizers, get_lr(step, recipe), on_cpu=False)
+            if step:  # what the mode would have refused
+                with pytest.raises(RuntimeError):
+                    parameters[0].sum().item()
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
