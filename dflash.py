@@ -38,7 +38,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from model import Block, Config, Context, Llama, Rows, init_weights
+from model import Block, Config, Context, Linear, Llama, Rows, init_weights
 
 
 GROUP = 8    # blocks that attend together in training
@@ -139,7 +139,7 @@ class LocalMixing(nn.Module):
         self.n_slots, self.n_group = n_slots, cfg.width // 16
         # (before and after the sublayer, own and previous slot, C)
         self.base = nn.Parameter(torch.zeros(2, 2, cfg.width))
-        self.proj = nn.Linear(cfg.width, 4 * self.n_group, bias=False)
+        self.proj = Linear(cfg.width, 4 * self.n_group)
         nn.init.ones_(self.base[:, 0])
         nn.init.zeros_(self.proj.weight)
 
@@ -167,7 +167,7 @@ class PathSelector(nn.Module):
         rank = cfg.width // 4
         self.before = nn.Embedding(cfg.vocab_size, rank)  # P
         self.after = nn.Embedding(cfg.vocab_size, rank)   # Q
-        self.proj = nn.Linear(cfg.width, rank, bias=False)
+        self.proj = Linear(cfg.width, rank)
         init_weights(self, 1)
         nn.init.zeros_(self.after.weight)
 
@@ -189,7 +189,7 @@ class DFlash(nn.Module):
         super().__init__()
         self.draft = draft
         n_features = n_features or len(draft.tap_layers)
-        self.fc = nn.Linear(n_features * cfg.width, cfg.width, bias=False)
+        self.fc = Linear(n_features * cfg.width, cfg.width)
         self.hidden_norm = nn.RMSNorm(cfg.width, cfg.norm_eps)
         self.layers = nn.ModuleList(Block(cfg, qk_norm=True) for _ in range(draft.n_layer))
         self.norm = nn.RMSNorm(cfg.width, cfg.norm_eps)

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from dflash import (DFlash, DraftConfig, adaptive_mean, context_seen, decayed_mean,
                     selector_losses, slot_losses, slot_positions)
-from model import MAX_LOGITS, Config, Llama, through_head
+from model import MAX_LOGITS, Config, Linear, Llama, through_head
 from mtp import MTP
 
 
@@ -99,14 +99,13 @@ class Fusion(nn.Module):
         self.embed_norm = None
         self.state_norm = nn.RMSNorm(C, cfg.norm_eps)
         if injection == "low-rank":
-            self.proj = nn.Sequential(nn.Linear(C, C // 4, bias=False),
-                                      nn.Linear(C // 4, C, bias=False))
+            self.proj = nn.Sequential(Linear(C, C // 4), Linear(C // 4, C))
             nn.init.normal_(self.proj[0].weight, std=0.02)
             nn.init.zeros_(self.proj[1].weight)
             return
         if injection != "masks":
             self.embed_norm = nn.RMSNorm(C, cfg.norm_eps)
-        self.proj = nn.Linear(C if injection == "masks" else 2 * C, C, bias=False)
+        self.proj = Linear(C if injection == "masks" else 2 * C, C)
         nn.init.zeros_(self.proj.weight)
         if injection == "replace":
             # a zero here would cut T1 off; so it starts as its embedding, at its usual size

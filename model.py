@@ -168,6 +168,62 @@ def attend_groups(q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
 # ----------------------------------------------------------------------------------------------
 # layers
 
+FEW_ROWS = 64
+
+
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    """x (.., K) times the transpose of weight (N, K): (.., N), as F.linear.
+
+    Decoding multiplies a few rows by large matrices. For these a CPU's matrix library (MKL, fp32)
+    is two to three times as fast at W x' as at x W', and uses one thread for a single row: so the
+    order is turned round, and a single row goes twice.
+    """
+    n = x.numel() // x.size(-1)
+    if x.device.type != "cpu" or x.dtype == torch.bfloat16 or n > FEW_ROWS \
+            or torch.is_grad_enabled():
+        return F.linear(x, weight)
+    rows = x.reshape(n, -1)
+    rows = rows.repeat(2, 1) if n == 1 else rows
+    return (weight @ rows.T)[:, :n].T.unflatten(0, x.shape[:-1])
+
+
+class Linear(nn.Linear):
+    """A matrix without bias. Several of the same input can be `joined` for decoding."""
+
+    joined: Tensor | None = None  # (N1 + N2 + .., K), at the first of them
+
+    def __init__(self, n_in: int, n_out: int):
+        super().__init__(n_in, n_out, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return product(x, self.weight)
+
+
+def side_by_side(x: Tensor, *layers: Linear) -> tuple[Tensor, ...]:
+    """Every layer's product with x; one product where they are joined."""
+    joined = layers[0].joined
+    if joined is None:
+        return tuple(layer(x) for layer in layers)
+    return product(x, joined).split([layer.out_features for layer in layers], dim=-1)
+
+
+def join_projections(*models: nn.Module) -> None:
+    """For decoding: q, k, v, and gate and up, become views of one matrix, so that a step is fewer
+    products. To be called when weights have their device and dtype; loading others works."""
+    for module in (module for model in models for module in model.modules()):
+        if isinstance(module, Attention):
+            join(module.q_proj, module.k_proj, module.v_proj)
+            module.k_proj.joined = module.q_proj.joined[module.q_proj.out_features:]
+        elif isinstance(module, MLP):
+            join(module.gate_proj, module.up_proj)
+
+
+def join(*layers: Linear) -> None:
+    joined = torch.cat([layer.weight.detach() for layer in layers])
+    for layer, part in zip(layers, joined.split([layer.out_features for layer in layers])):
+        layer.weight = nn.Parameter(part, requires_grad=False)
+    layers[0].joined = joined
+
 
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions; qk_norm is Qwen3's form, for the drafter."""
@@ -175,26 +231,28 @@ class Attention(nn.Module):
     def __init__(self, cfg: Config, qk_norm: bool):
         super().__init__()
         self.head_dim = cfg.head_dim
-        self.q_proj = nn.Linear(cfg.width, cfg.n_head * cfg.head_dim, bias=False)
-        self.k_proj = nn.Linear(cfg.width, cfg.n_kv_head * cfg.head_dim, bias=False)
-        self.v_proj = nn.Linear(cfg.width, cfg.n_kv_head * cfg.head_dim, bias=False)
-        self.o_proj = nn.Linear(cfg.n_head * cfg.head_dim, cfg.width, bias=False)
+        self.q_proj = Linear(cfg.width, cfg.n_head * cfg.head_dim)
+        self.k_proj = Linear(cfg.width, cfg.n_kv_head * cfg.head_dim)
+        self.v_proj = Linear(cfg.width, cfg.n_kv_head * cfg.head_dim)
+        self.o_proj = Linear(cfg.n_head * cfg.head_dim, cfg.width)
         self.q_norm = nn.RMSNorm(cfg.head_dim, cfg.norm_eps) if qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(cfg.head_dim, cfg.norm_eps) if qk_norm else nn.Identity()
 
     def keys_values(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """k, v (B, S, G, D) of the vectors x (B, S, C)."""
-        k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))  # (B, S, G, D)
-        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))  # (B, S, G, D)
+        k, v = self.heads(side_by_side(x, self.k_proj, self.v_proj))
         return rotate(self.k_norm(k), rope), v
+
+    def heads(self, vectors: tuple[Tensor, ...]) -> list[Tensor]:
+        """(B, S, heads D) each -> (B, S, heads, D) each."""
+        return [y.unflatten(-1, (-1, self.head_dim)) for y in vectors]
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None = None,
                 cache: Rows | None = None, context: Context | None = None) -> Tensor:
         """Attention of x (B, S, C) over itself, or over a cache after storing itself there, or over
         a context and itself in groups of rows (a drafter's training)."""
-        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))  # (B, S, H, D)
-        q = rotate(self.q_norm(q), rope)
-        k, v = self.keys_values(x, rope)
+        q, k, v = self.heads(side_by_side(x, self.q_proj, self.k_proj, self.v_proj))
+        q, k = rotate(self.q_norm(q), rope), rotate(self.k_norm(k), rope)
         if context is not None:
             return self.o_proj(attend_groups(q, k, v, context))
         if cache is not None:
@@ -207,12 +265,13 @@ class MLP(nn.Module):
 
     def __init__(self, cfg: Config):
         super().__init__()
-        self.gate_proj = nn.Linear(cfg.width, cfg.mlp_width, bias=False)
-        self.up_proj = nn.Linear(cfg.width, cfg.mlp_width, bias=False)
-        self.down_proj = nn.Linear(cfg.mlp_width, cfg.width, bias=False)
+        self.gate_proj = Linear(cfg.width, cfg.mlp_width)
+        self.up_proj = Linear(cfg.width, cfg.mlp_width)
+        self.down_proj = Linear(cfg.mlp_width, cfg.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = side_by_side(x, self.gate_proj, self.up_proj)
+        return self.down_proj(F.silu(gate) * up)
 
 
 def plainly(sublayer: Callable, y: Tensor) -> Tensor:
@@ -258,7 +317,7 @@ class Llama(nn.Module):
         self.embed_tokens = nn.Embedding(cfg.vocab_size, cfg.width)
         self.layers = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
         self.norm = nn.RMSNorm(cfg.width, cfg.norm_eps)
-        self.lm_head = nn.Linear(cfg.width, cfg.vocab_size, bias=False)
+        self.lm_head = Linear(cfg.width, cfg.vocab_size)
         cos, sin = rope_tables(cfg)
         self.register_buffer("cos", cos.float(), persistent=False)  # (context + MAX_SLOTS, D)
         self.register_buffer("sin", sin.float(), persistent=False)

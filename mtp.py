@@ -35,7 +35,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from model import (MAX_LOGITS, Block, Config, Llama, Rows, causal_mask, init_weights,
+from model import (MAX_LOGITS, Block, Config, Linear, Llama, Rows, causal_mask, init_weights,
                    through_head)
 
 LOSSES = ("standard", "ec", "kl")
@@ -53,7 +53,7 @@ class MTP(nn.Module):
         super().__init__()
         self.embed_norm = nn.RMSNorm(cfg.width, cfg.norm_eps)
         self.state_norm = nn.RMSNorm(cfg.width, cfg.norm_eps)
-        self.proj = nn.Linear(2 * cfg.width, cfg.width, bias=False)
+        self.proj = Linear(2 * cfg.width, cfg.width)
         self.block = Block(cfg)
         self.norm = nn.RMSNorm(cfg.width, cfg.norm_eps)
         init_weights(self, cfg.n_layer)
@@ -111,9 +111,9 @@ class MTPLoss:
 
 def check_cancels(target: Llama, mtp: MTP) -> None:
     """ValueError unless head and verifier share one linear map, apart from the embedding."""
-    if type(target.lm_head) is not nn.Linear:
+    if type(target.lm_head) is not Linear:
         raise ValueError(f"lm_head is a {type(target.lm_head).__name__}: error cancelling needs "
-                         "one nn.Linear")
+                         "a plain matrix")
     if target.lm_head.weight is target.embed_tokens.weight:
         raise ValueError("lm_head is tied to the embedding: its gradient would then be neither "
                          "standard MTP's nor KL's, so untie them")

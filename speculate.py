@@ -33,8 +33,9 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -368,6 +369,115 @@ def prefill(m: Machine, s: RoundState, prompts: list[list[int]], n_new: int,
     s.limit.copy_(torch.where(pending == m.eot, lengths, limit))
 
 
+def place(s: RoundState, row: int, one: RoundState) -> None:
+    """Put the only row of `one`, just prefilled, into a row of s: all that the invariant is about."""
+    for name in ("pos", "limit", "request", "block", "mtp_state"):
+        getattr(s, name)[row].copy_(getattr(one, name)[0])
+    for name in ("target_kv", "mtp_kv", "draft_kv"):
+        for cache, rows in zip(getattr(s, name), getattr(one, name)):
+            cache[:, row].copy_(rows[:, 0])
+
+
+# ----------------------------------------------------------------------------------------------
+# running the steps: eager, compiled, captured
+
+GRAPHS = ("off", "step", "round")
+
+
+def capture(step: Callable, device: torch.device, pool) -> Callable:
+    """A step as one CUDA Graph, to be called like it; the step itself where there is no CUDA.
+
+    It runs before it is captured, on a side stream, as CUDA demands: kernels are loaded then.
+    """
+    if device.type != "cuda":
+        return step
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        step()
+    return graph.replay
+
+
+class Rounds:
+    """A machine with buffers for n_rows rows, and the steps of a round on them, ready to be called.
+
+    graph: off is eager; step is a CUDA Graph for each step; round is one for the whole round. The
+    steps of a bucket of cache rows are made when it is first met, while nothing moves (limit =
+    pos). New prompts, seeds, temperatures and weights are new contents of the same tensors.
+    """
+
+    def __init__(self, m: Machine, n_rows: int, graph: str = "off", compiled: bool = False):
+        assert graph in GRAPHS, graph
+        self.m, self.graph, self.compiled = m, graph, compiled
+        self.s, self.one = new_state(m, n_rows, 0, 1.0), None
+        self.device = self.s.pos.device
+        captures = graph != "off" and self.device.type == "cuda"
+        self.pool = torch.cuda.graph_pool_handle() if captures else None
+        self.ready: dict[int, dict[str, Callable]] = {}
+        self.clock: dict[str, list[float]] | None = None  # seconds of every step, if it is a dict
+        self.since = math.nan          # when the last round of steps ended
+        self.prefill_seconds = 0.0
+
+    def kv_len(self, rows: int) -> int:
+        """Cache rows to read. Compiled code is made for one length: that of the whole cache."""
+        length = self.s.target_kv[0].size(2)
+        return length if self.compiled else bucket(rows, length)
+
+    def steps(self, kv_len: int) -> dict[str, Callable]:
+        if kv_len not in self.ready:
+            m, s = replace(self.m, kv_len=kv_len), self.s
+            limit = s.limit.clone()
+            s.limit.copy_(s.pos)
+            steps = {}
+            for step in round_steps(m):
+                made = torch.compile(step, fullgraph=True, dynamic=False) if self.compiled else step
+                steps[step.__name__.removesuffix("_step")] = partial(made, m, s)
+            if self.compiled:
+                for step in steps.values():
+                    step()
+            if self.graph == "round":
+                parts = list(steps.values())
+                steps = {"round": lambda: [part() for part in parts]}
+            if self.graph != "off":
+                steps = {name: capture(step, self.device, self.pool)
+                         for name, step in steps.items()}
+            s.limit.copy_(limit)
+            self.ready[kv_len] = steps
+        return self.ready[kv_len]
+
+    def run(self, kv_len: int) -> None:
+        """One round. With a clock the device is waited for after every step."""
+        steps = self.steps(kv_len)
+        if self.clock is None:
+            for step in steps.values():
+                step()
+            return
+        start = time.perf_counter()
+        self.clock.setdefault("host", []).append(start - self.since)
+        for name, step in steps.items():
+            step()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+            end = time.perf_counter()
+            self.clock.setdefault(name, []).append(end - start)
+            start = end
+        self.since = start
+
+    def prefill(self, s: RoundState, prompts: list[list[int]], n_new: int,
+                first_request: int) -> list[int]:
+        """The pending token of every prompt, processed into s."""
+        start = time.perf_counter()
+        prefill(self.m, s, prompts, n_new, first_request)
+        pending = s.block[:, 0].tolist()
+        self.prefill_seconds += time.perf_counter() - start
+        return pending
+
+
 # ----------------------------------------------------------------------------------------------
 # the loop
 
@@ -390,12 +500,14 @@ def bucket(rows: int, length: int) -> int:
 @torch.no_grad()
 def generate(m: Machine, prompts: list[list[int]], n_new: int, seed: int = 0,
              temperature: float = 1.0, first_request: int = 0,
-             s: RoundState | None = None) -> Iterator[list[Emission]]:
-    """Decode all prompts in one batch; yields the emissions of prefill, then of every round.
+             rounds: Rounds | None = None) -> Iterator[list[Emission]]:
+    """Decode the prompts; yields the emissions of prefill, then of every round.
 
-    The host reads `emit` once a round, and nothing else. s: a state to use instead of a new one.
+    All at once, or as many at a time as the given rounds (of m) have rows: one that ends is
+    replaced by the next prompt, which changes no text. The host reads `emit` once a round, and
+    nothing else.
     """
-    if n_new == 0:
+    if n_new == 0 or not prompts:
         return
     context = m.target.cfg.context
     for i, prompt in enumerate(prompts):
@@ -403,30 +515,48 @@ def generate(m: Machine, prompts: list[list[int]], n_new: int, seed: int = 0,
             raise ValueError(
                 f"prompt {i + 1} has {len(prompt)} tokens, the context is {context} with what is "
                 f"generated: shorten the prompt to {context - 1} or less")
-    s = s or new_state(m, len(prompts), seed, temperature)
-    length = s.target_kv[0].size(2)
-    prefill(m, s, prompts, n_new, first_request)
-    pos = [len(p) for p in prompts]
-    limit = [min(len(p) + n_new, context) - 1 for p in prompts]
-    pending = s.block[:, 0].tolist()
-    live = [pos[row] < limit[row] and pending[row] != m.eot for row in range(len(prompts))]
-    yield [Emission(row, [pending[row]], -1, 0, not live[row]) for row in range(len(prompts))]
-    steps = round_steps(m)
-    while any(live):
-        m = replace(m, kv_len=bucket(max(pos) + m.n_slots, length))
-        for step in steps:
-            step(m, s)
+    rounds = rounds or Rounds(m, len(prompts))
+    s = rounds.s
+    n_rows = s.pos.size(0)
+    assert rounds.m is m and n_rows <= len(prompts)
+    prompt_of, pos, limit, live = ([0] * n_rows for _ in range(4))  # what the host knows of a row
+    waiting = iter(range(n_rows, len(prompts)))
+    emissions = []
+
+    def begin(row: int, i: int, pending: int) -> None:
+        """Prompt i stands in a row, and prefill has chosen its first token."""
+        prompt_of[row], pos[row] = i, len(prompts[i])
+        limit[row] = min(len(prompts[i]) + n_new, context) - 1
+        live[row] = pos[row] < limit[row] and pending != m.eot
+        emissions.append(Emission(i, [pending], -1, 0, not live[row]))
+
+    s.seed.fill_(seed)
+    s.temperature.fill_(temperature)
+    for row, pending in enumerate(rounds.prefill(s, prompts[:n_rows], n_new, first_request)):
+        begin(row, row, pending)
+    while True:
+        for row in range(n_rows):
+            while not live[row] and (i := next(waiting, None)) is not None:
+                one = rounds.one = rounds.one or new_state(m, 1, 0, 1.0)
+                one.seed.fill_(seed)
+                one.temperature.fill_(temperature)
+                [pending] = rounds.prefill(one, [prompts[i]], n_new, first_request + i)
+                place(s, row, one)
+                begin(row, i, pending)
+        yield emissions
+        if not any(live):
+            return
+        rounds.run(rounds.kv_len(max(p for p, alive in zip(pos, live) if alive) + m.n_slots))
         emissions = []
         for row, (count, n_accept, *choice) in enumerate(s.emit.tolist()):
-            if count == 0:
+            if count == 0 or not live[row]:
                 continue
             first_eot = choice.index(m.eot) if m.eot in choice else m.n_slots
             n_accept = min(n_accept, first_eot + 1)
             pos[row] += count
             live[row] = pos[row] < limit[row] and choice[count - 1] != m.eot
-            emissions.append(Emission(row, choice[:count], n_accept, n_accept + 1 - count,
-                                      not live[row]))
-        yield emissions
+            emissions.append(Emission(prompt_of[row], choice[:count], n_accept,
+                                      n_accept + 1 - count, not live[row]))
 
 
 @dataclass
@@ -437,6 +567,7 @@ class Tally:
     histogram: list[list[int]]
     overshoot: int = 0
     seconds: float = 0.0      # of the rounds, prefill apart
+    seconds_with_prefill: float = 0.0
     round_tokens: int = 0     # emitted by the rounds
 
     @classmethod
@@ -457,15 +588,15 @@ class Tally:
 
 
 def decode(m: Machine, prompts: list[list[int]], n_new: int, seed: int, temperature: float,
-           first_request: int = 0) -> Tally:
+           first_request: int = 0, rounds: Rounds | None = None) -> Tally:
     """Generate to the end without showing anything."""
     tally = Tally.empty(len(prompts), m.n_slots)
-    start = time.perf_counter()
-    for i, emissions in enumerate(generate(m, prompts, n_new, seed, temperature, first_request)):
+    rounds = rounds or Rounds(m, len(prompts))
+    start, before = time.perf_counter(), rounds.prefill_seconds
+    for emissions in generate(m, prompts, n_new, seed, temperature, first_request, rounds):
         tally.add(emissions)
-        if i == 0:
-            start = time.perf_counter()  # emissions of prefill were read, so its work is done
-    tally.seconds = time.perf_counter() - start
+    tally.seconds_with_prefill = time.perf_counter() - start
+    tally.seconds = tally.seconds_with_prefill - (rounds.prefill_seconds - before)
     return tally
 
 

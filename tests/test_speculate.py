@@ -22,7 +22,7 @@ from dmtp import ARMS, Drafter, block_loss
 from kit import random_tokens, small_config, small_drafter, small_models
 from model import Llama, new_cache
 from mtp import MTP, MTPLoss, target_losses
-from speculate import (Machine, Sampling, acceptance_length, bucket, cumulative_acceptance,
+from speculate import (Machine, Rounds, Sampling, acceptance_length, bucket, cumulative_acceptance,
                        decode, distinct_4grams, generate, gumbel, mix, new_state, perturb, prefill,
                        round_steps, uniforms)
 
@@ -227,9 +227,10 @@ def test_the_invariant_holds_after_every_round_for_all_accept_counts_in_every_or
     plain = decode(replace(m, mtp=None, drafter=None, n_slots=1), prompts, n_new + 10, 3, 1.0)
     texts = [p + t for p, t in zip(prompts, plain.texts)]
     oracle(monkeypatch, texts, lambda row, i: script[(i + 3 * row) % len(script)])
-    s = new_state(m, 2, 3, 1.0)
+    rounds = Rounds(m, 2)
+    s = rounds.s
     seen = [[], []]
-    for i, emissions in enumerate(generate(m, prompts, n_new, 3, 1.0, s=s)):
+    for i, emissions in enumerate(generate(m, prompts, n_new, 3, 1.0, rounds=rounds)):
         for e in emissions if i else []:
             seen[e.row].append(e.n_accept)
         for row in range(2):
@@ -544,10 +545,11 @@ def test_buffers_keep_their_addresses_and_stay_finite_over_fifty_rounds(method):
     cfg = small_config(context=400)
     target, mtp = small_models(cfg=cfg)
     m = machine(method, target, mtp, {name: small_drafter(cfg, name) for name in ARMS})
-    s = new_state(m, 2, 0, 1.0)
+    rounds = Rounds(m, 2)
+    s = rounds.s
     addresses = [t.data_ptr() for t in tensors(s)]
-    rounds = sum(1 for _ in generate(m, [[1], [2, 3]], 380, s=s))
-    assert rounds > 50
+    n_rounds = sum(1 for _ in generate(m, [[1], [2, 3]], 380, rounds=rounds))
+    assert n_rounds > 50
     assert [t.data_ptr() for t in tensors(s)] == addresses
     assert all(torch.isfinite(t.double()).all() for t in tensors(s))
 
