@@ -251,6 +251,15 @@ def pick_device(wanted: str | None) -> torch.device:
     return device
 
 
+def check_compiler(device: torch.device) -> None:
+    """ValueError where torch.compile does not work."""
+    try:
+        torch.compile(lambda x: x + 1)(torch.ones(2, device=device))
+    except Exception as e:  # of compilers, drivers and file systems
+        raise ValueError(f"--compile: torch.compile does not work here ({type(e).__name__}): it "
+                         "needs a C++ compiler for CPUs, Triton for GPUs; or leave it out") from e
+
+
 def to_device(x: Tensor, device: torch.device) -> Tensor:
     """x there; a GPU fetches it from pinned memory while this process goes on."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)

@@ -28,11 +28,13 @@ is read from the device, nothing is drawn: any step, or the whole round, can be 
 
 import argparse
 import codecs
+import gzip
 import json
 import math
 import statistics
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -45,8 +47,8 @@ from torch import Tensor
 
 from data import prepare
 from dflash import N_BEST, slot_positions
-from dmtp import ARMS, Drafter, load_drafter, load_target, pick_device
-from model import MAX_SLOTS, Llama, new_cache
+from dmtp import ARMS, Drafter, check_compiler, load_drafter, load_target, pick_device
+from model import MAX_SLOTS, Llama, join_projections, new_cache
 from mtp import MTP
 
 # ----------------------------------------------------------------------------------------------
@@ -137,6 +139,7 @@ class Machine:
     coupled: bool = True     # drafts share the target's luck; False: they are the argmax of logits
     eot: int = -1            # the end-of-text id, -1: never stop at it
     kv_len: int = 0          # cache rows that attention reads, a bucket above max(pos) + S
+    drafts: list | None = None  # --trace, eager only: collects the logits that proposals come from
 
 
 @dataclass(frozen=True)
@@ -203,6 +206,8 @@ def propose(m: Machine, s: RoundState, logits: Tensor, noise: Tensor) -> Tensor:
     Suresh, "Coupling without Communication and Drafter-Invariant Speculative Decoding"; the two
     sources of this project draft the argmax.
     """
+    if m.drafts is not None:
+        m.drafts.append(logits)
     return choose(m, s, logits, noise) if m.coupled else logits.argmax(dim=-1)
 
 
@@ -253,6 +258,8 @@ def walk(m: Machine, s: RoundState, states: Tensor, logits: Tensor, noise: Tenso
     (logits + pair score) / T + noise. A pair table of zeros changes nothing.
     """
     first, selector = m.drafter.first, m.drafter.dflash.selector
+    if m.drafts is not None:
+        m.drafts.append(logits)
     scores, scale = logits, 1.0
     if m.coupled:
         scores = perturb(logits, noise, s.temperature, m.sampling)
@@ -370,7 +377,7 @@ def prefill(m: Machine, s: RoundState, prompts: list[list[int]], n_new: int,
 
 
 def place(s: RoundState, row: int, one: RoundState) -> None:
-    """Put the only row of `one`, just prefilled, into a row of s: all that the invariant is about."""
+    """Put the only row of `one`, just prefilled, into a row of s: all that the invariant names."""
     for name in ("pos", "limit", "request", "block", "mtp_state"):
         getattr(s, name)[row].copy_(getattr(one, name)[0])
     for name in ("target_kv", "mtp_kv", "draft_kv"):
@@ -435,11 +442,12 @@ class Rounds:
             s.limit.copy_(s.pos)
             steps = {}
             for step in round_steps(m):
-                made = torch.compile(step, fullgraph=True, dynamic=False) if self.compiled else step
-                steps[step.__name__.removesuffix("_step")] = partial(made, m, s)
-            if self.compiled:
-                for step in steps.values():
-                    step()
+                name = step.__name__.removesuffix("_step")
+                if self.compiled:
+                    step = torch.compile(step, fullgraph=True, dynamic=False)
+                steps[name] = partial(step, m, s)
+                if self.compiled:
+                    steps[name]()
             if self.graph == "round":
                 parts = list(steps.values())
                 steps = {"round": lambda: [part() for part in parts]}
@@ -582,6 +590,13 @@ class Tally:
                 self.round_tokens += len(e.tokens)
                 self.overshoot += e.overshoot
 
+    def extend(self, other: "Tally") -> None:
+        """Add the texts and counts of another generation."""
+        self.texts += other.texts
+        self.histogram += other.histogram
+        for name in ("overshoot", "seconds", "seconds_with_prefill", "round_tokens"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
     def total(self) -> list[int]:
         """The histogram over all rows."""
         return [sum(counts) for counts in zip(*self.histogram)]
@@ -610,6 +625,12 @@ def cumulative_acceptance(histogram: list[int]) -> list[float]:
     """P(at least k proposals accepted) for k = 1 .. K. [2, 3, 0, 5] -> [0.8, 0.5, 0.5]."""
     rounds = sum(histogram)
     return [sum(histogram[k:]) / rounds if rounds else math.nan for k in range(1, len(histogram))]
+
+
+def conditional_acceptance(histogram: list[int]) -> list[float]:
+    """P(>= k) / P(>= k - 1) for k = 1 .. K. [2, 3, 0, 5] -> [0.8, 0.625, 1.0]."""
+    reached = [sum(histogram[k:]) for k in range(len(histogram))]
+    return [b / a if a else math.nan for a, b in zip(reached, reached[1:])]
 
 
 def distinct_4grams(texts: list[list[int]]) -> float:
@@ -789,11 +810,25 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--threads", type=int, metavar="N", help="CPU threads (default: torch's choice)")
     add("--check", action="store_true",
         help="compare with plain decoding; exit 1 if a difference is no near tie")
+    add("--trace", action="store_true",
+        help="show every round in slow motion, of the first --prompt")
     add("--no-color", action="store_true",
         help="no colours (also when the output is not a terminal)")
     add("--n-prompts", type=int, default=64, metavar="N",
         help="held-out prompts of --bench (default 64)")
-    add("--batch", type=int, default=8, metavar="N", help="rows of --bench (default 8)")
+    add("--batch", type=int, nargs="+", default=[8], metavar="N",
+        help="rows of --bench, one number or several (default 8)")
+    add("--drafters", nargs="+", choices=["mtp", *ARMS], metavar="NAME",
+        help="of --bench: mtp (1, 4 and --mtp-steps steps) and block drafters (default: all "
+             "that are trained)")
+    add("--prompts", type=Path, metavar="FILE",
+        help="of --bench: .jsonl with prompt, turns or text, or a text; plain or .gz "
+             "(default the held-out data)")
+    add("--graph", choices=GRAPHS,
+        help="CUDA Graphs: one for each step, or one for the whole round (default round on a GPU, "
+             "else off)")
+    add("--compile", action="store_true",
+        help="run the steps through torch.compile; compiling takes a minute or more")
     args = parser.parse_args(argv)
     for bad, message in (
             (not 1 <= args.mtp_steps < MAX_SLOTS,
@@ -810,7 +845,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
              f"--threads is {args.threads}, it must be positive"),
             (args.bench and args.max_new_tokens < 2,
              f"--max-new-tokens is {args.max_new_tokens}, --bench needs 2 or more"),
-            (args.n_prompts < 1 or args.batch < 1, "--n-prompts and --batch must be positive")):
+            (args.n_prompts < 1 or min(args.batch) < 1,
+             "--n-prompts and --batch must be positive")):
         if bad:
             parser.error(message)
     return args
@@ -827,6 +863,7 @@ def load_machine(name: str, args: argparse.Namespace, target: Llama, mtp: MTP,
     elif name != "none":
         drafter = load_drafter(args.out, name, target.cfg, checkpoint["fingerprint"])
         drafter = drafter.to(target.lm_head.weight)
+        join_projections(drafter)
         n_slots = drafter.dflash.draft.n_slots
     uses_mtp = name == "mtp" or (drafter is not None and drafter.arm.uses_mtp)
     head = mtp if uses_mtp else None
@@ -840,7 +877,16 @@ def open_target(args: argparse.Namespace) -> tuple[Llama, MTP, dict]:
         torch.set_num_threads(args.threads)
     target, mtp, checkpoint = load_target(args.out)
     dtype = getattr(torch, args.dtype)
-    return target.to(device, dtype), mtp.to(device, dtype), checkpoint
+    if args.graph not in (None, "off") and device.type != "cuda":
+        raise ValueError(f"--graph {args.graph} is a CUDA Graph, the device is {device}: "
+                         "leave it out, or use --graph off")
+    args.graph = args.graph or ("round" if device.type == "cuda" else "off")
+    if args.compile:
+        check_compiler(device)
+        torch._dynamo.config.recompile_limit = 256  # a step is compiled once a machine
+    models = target.to(device, dtype), mtp.to(device, dtype)
+    join_projections(*models)
+    return *models, checkpoint
 
 
 def run_prompt(args: argparse.Namespace) -> int:
@@ -851,24 +897,91 @@ def run_prompt(args: argparse.Namespace) -> int:
     plain = replace(m, mtp=None, drafter=None, n_slots=1)
     # an empty prompt starts from end-of-text, as a document does
     prompts = [encoding.encode_ordinary(text) or [encoding.eot_token] for text in args.prompt]
-    color = sys.stdout.isatty() and not args.no_color
     settings = (prompts, args.max_new_tokens, args.seed, args.temperature)
+    if args.trace:
+        return run_trace(m, encoding, settings)
+    longest = max(map(len, prompts)) + args.max_new_tokens
+    rounds = make_rounds(m, len(prompts), args, longest)
+    color = sys.stdout.isatty() and not args.no_color
     if color:
         print("  ".join(f"{COLORS[who]}{LEGEND[who]}{RESET}" for who in LEGEND))
     screen, tally = Screen(m, encoding, args.prompt, color), Tally.empty(len(prompts), m.n_slots)
-    for emissions in generate(m, *settings):
+    for emissions in generate(m, *settings, rounds=rounds):
         tally.add(emissions)
         screen.add(emissions)
     if args.max_new_tokens == 0:
         screen.ended = [True] * len(prompts)
         screen.show()
     status = print_check(plain, args, prompts, tally, m.n_slots) if args.check else 0
-    if sum(tally.total()) and m.n_slots > 1:
-        print_acceptance(m, args, tally)
-        print_speed(m, plain, args, settings)
-    elif sum(tally.total()):
-        print_speed(m, m, args, settings)
+    if sum(tally.total()):
+        all_rounds = {"plain": rounds}
+        if m.n_slots > 1:
+            print_acceptance(m, args, tally)
+            all_rounds = {"plain": make_rounds(plain, len(prompts), args, longest),
+                          args.drafter: rounds}
+        print_speed(all_rounds, args, settings)
     return status
+
+
+def make_rounds(m: Machine, n_rows: int, args: argparse.Namespace, longest: int) -> Rounds:
+    """Rounds as the arguments say, with the steps of every bucket that a text of `longest` tokens
+    meets ready."""
+    rounds = Rounds(m, n_rows, args.graph, args.compile)
+    start = time.perf_counter()
+    length = min(longest, m.target.cfg.context)
+    for kv_len in sorted({rounds.kv_len(n + m.n_slots) for n in range(1, length + 1)}):
+        rounds.steps(kv_len)
+    if rounds.compiled:
+        print(f"compiled in {time.perf_counter() - start:.0f} s", file=sys.stderr)
+    return rounds
+
+
+def run_trace(m: Machine, encoding, settings: tuple) -> int:
+    """Rounds in slow motion, of the first prompt."""
+    m = replace(m, drafts=[])
+    rounds, before = Rounds(m, 1), None
+    prompts, *rest = settings
+    for emissions in generate(m, prompts[:1], *rest, rounds=rounds):
+        s = rounds.s
+        if before is not None:
+            trace_round(m, s, encoding, *before, emissions[0])
+        before = s.block[0, 0].item(), s.pos[0].item()
+        m.drafts.clear()
+    return 0
+
+
+def trace_round(m: Machine, s: RoundState, encoding, a: int, pos: int, e: Emission) -> None:
+    """Print one round, whose pending token a stood at pos: a line a slot."""
+    def show(token: int) -> str:
+        return repr(encoding.decode_single_token_bytes(token).decode("utf-8", "replace"))
+
+    K, n_kept = m.n_slots - 1, len(e.tokens)
+    choice = s.choice[0].tolist()
+    p = m.target.lm_head(s.states)[0].softmax(dim=-1)                                  # (S, V)
+    print(f"\nA = {show(a)} at position {pos}\n"
+          f"  slot  {'proposed by':12} {'proposal':18} {'sure':>5}   {'the target wants':18} "
+          f"{'sure':>5}")
+    drafts = [x if x.dim() == 3 else x[:, None] for x in m.drafts]                     # (1, n, V)
+    q = torch.cat(drafts, dim=1)[0].softmax(dim=-1) if K else None                     # (K, V)
+    for j in range(1, m.n_slots):
+        token, own = s.block[0, j].item(), choice[j - 1]
+        verdict = "accepted" if j <= e.n_accept else "not reached" if j > e.n_accept + 1 else \
+            "rejected: the target's own token is emitted"
+        if e.n_accept >= j >= n_kept:
+            verdict = "accepted, and cut off by a stop" if j > n_kept else verdict
+        who = {"mtp": "MTP", "dflash": "DFlash"}[proposer(m, j)]
+        print(f"  T{j:<4} {who:12} {show(token):18} {q[j - 1, token]:5.2f}   {show(own):18} "
+              f"{p[j - 1, own]:5.2f}   {verdict}")
+    if e.n_accept == K and n_kept == m.n_slots:
+        bonus = "the bonus after a whole block" if K else "plain decoding: one token a round"
+        print(f"  {'':5} {'':12} {'':18} {'':5}   {show(choice[K]):18} {p[K, choice[K]]:5.2f}   "
+              f"{bonus}")
+    caches = [name for name, there in (("target", True), ("MTP", m.mtp), ("DFlash", m.drafter))
+              if there]
+    stale = m.n_slots - n_kept
+    print(f"  emitted {n_kept}: {' '.join(show(t) for t in e.tokens)}\n"
+          f"  caches of {', '.join(caches)}: valid rows {pos} -> {pos + n_kept}"
+          + (f"; the {stale} after them are stale, and written again next round" if stale else ""))
 
 
 def print_acceptance(m: Machine, args: argparse.Namespace, tally: Tally) -> None:
@@ -884,20 +997,26 @@ def print_acceptance(m: Machine, args: argparse.Namespace, tally: Tally) -> None
     print(f"accepted up to Tk, share of rounds\n{bars(histogram)}")
 
 
-def print_speed(m: Machine, plain: Machine, args: argparse.Namespace, settings: tuple) -> None:
+def print_speed(all_rounds: dict[str, Rounds], args: argparse.Namespace, settings: tuple) -> None:
     """Medians of three runs each, in turn; tokens of the rounds over their time, prefill apart."""
-    machines = {"plain": plain} if plain is m else {"plain": plain, args.drafter: m}
-    runs = {name: [] for name in machines}
+    runs = {name: [] for name in all_rounds}
     for _ in range(3):
-        for name, machine in machines.items():
-            tally = decode(machine, *settings)
+        for name, rounds in all_rounds.items():
+            tally = decode(rounds.m, *settings, rounds=rounds)
             runs[name].append(tally.round_tokens / tally.seconds)
     medians = {name: statistics.median(values) for name, values in runs.items()}
     text = " | ".join(f"{name} {value:.0f}" for name, value in medians.items())
     factor = f" | factor {medians[args.drafter] / medians['plain']:.2f}" if len(medians) > 1 else ""
-    device = m.target.lm_head.weight.device
+    device = next(iter(all_rounds.values())).device
     print(f"tokens/s  {text}{factor}   (decoding only, medians of 3 in turn, {args.dtype}, "
-          f"{device}, {torch.get_num_threads()} threads, batch {len(settings[0])})")
+          f"{describe_device(device)}, graph {args.graph}{', compiled' * args.compile}, "
+          f"batch {len(settings[0])})")
+
+
+def describe_device(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu, {torch.get_num_threads()} threads"
 
 
 def print_check(plain: Machine, args: argparse.Namespace, prompts: list[list[int]], tally: Tally,
@@ -916,83 +1035,287 @@ def print_check(plain: Machine, args: argparse.Namespace, prompts: list[list[int
     return int(any(not d.tie for d in found))
 
 
-def held_out_prompts(tokens: np.ndarray, eot: int, n: int) -> list[list[int]]:
+# ----------------------------------------------------------------------------------------------
+# --bench
+
+
+class Request(NamedTuple):
+    """A prompt, and what the user says after the model's answer (nothing, as a rule)."""
+
+    tokens: list[int]
+    follow_up: list[int]
+
+
+def held_out_requests(tokens: np.ndarray, eot: int, n: int) -> list[Request]:
     """The first 64 tokens of held-out documents of at least 192, in file order."""
     ends = np.flatnonzero(tokens == eot)
     starts = np.concatenate(([0], ends[:-1] + 1))
     chosen = [s for s, e in zip(starts, ends) if e - s >= 192][:n]
-    if len(chosen) < n:
-        raise ValueError(f"--n-prompts is {n}, the held-out data has {len(chosen)} documents of "
-                         "192 tokens: ask for fewer")
-    return [tokens[s:s + 64].tolist() for s in chosen]
+    return [Request(tokens[s:s + 64].tolist(), []) for s in chosen]
 
 
-def bench_row(m: Machine, plain: Machine, prompts: list[list[int]],
+def read_requests(path: Path, encoding, n: int, longest: int) -> list[Request]:
+    """Requests from a file, plain or .gz; ValueError names what is wrong with it.
+
+    .jsonl: `turns` (the second follows the model's own answer) or `prompt`, of which the last
+    `longest` tokens are taken; or `text`: the first 64 tokens of each of at least 192. Else the
+    file is one text: 64 tokens at n evenly spaced places.
+    """
+    with (gzip.open if path.name.endswith(".gz") else open)(path, "rt", encoding="utf-8") as file:
+        try:
+            content = file.read()
+        except (UnicodeDecodeError, EOFError, gzip.BadGzipFile, zlib.error) as e:
+            raise ValueError(f"{path} cannot be read ({e})") from e
+    requests = []
+    if not path.name.removesuffix(".gz").endswith(".jsonl"):
+        tokens = encoding.encode_ordinary(content)
+        if len(tokens) < 64 * n:
+            raise ValueError(f"{path} has {len(tokens)} tokens, {n} prompts of 64 need {64 * n}: "
+                             "ask for fewer with --n-prompts")
+        starts = np.linspace(0, len(tokens) - 64, n).astype(int)
+        return [Request(tokens[i:i + 64], []) for i in starts]
+    for number, line in enumerate(content.split("\n"), start=1):
+        if len(requests) == n or not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            turns = record.get("turns") or [record[name] for name in ("prompt",) if name in record]
+            if turns:
+                first, *more = (encoding.encode_ordinary(turn) for turn in turns)
+                requests.append(Request(first[-longest:] or [encoding.eot_token],
+                                        more[0] if more else []))
+            elif len(tokens := encoding.encode_ordinary(record["text"])) >= 192:
+                requests.append(Request(tokens[:64], []))
+        except (ValueError, KeyError, TypeError, AttributeError) as e:
+            raise ValueError(f"{path}, line {number}: a JSON object with a prompt, turns or a text "
+                             f"is expected ({type(e).__name__}: {e})") from e
+    return requests
+
+
+def second_turns(m: Machine, requests: list[Request], texts: list[list[int]],
+                 n_new: int) -> list[list[int]]:
+    """Where a request goes on: prompt, the model's answer, the follow-up; its end, if too long."""
+    room = m.target.cfg.context - n_new
+    return [(r.tokens + [t for t in text if t != m.eot] + r.follow_up)[-room:]
+            for r, text in zip(requests, texts) if r.follow_up]
+
+
+def bench_row(m: Machine, plain: Machine, requests: list[Request], batch: int,
               args: argparse.Namespace) -> dict:
-    """Decode all prompts with m and plainly, batch by batch in turn, and count."""
-    total, base = Tally.empty(0, m.n_slots), Tally.empty(0, 1)
-    differ = 0
-    for i in range(0, len(prompts), args.batch):
-        part = prompts[i:i + args.batch]
-        a = decode(plain, part, args.max_new_tokens, args.seed, args.temperature, first_request=i)
-        b = decode(m, part, args.max_new_tokens, args.seed, args.temperature, first_request=i)
-        differ += sum(x != y for x, y in zip(a.texts, b.texts))
-        for tally, new in ((base, a), (total, b)):
-            tally.texts += new.texts
-            tally.histogram += new.histogram
-            tally.seconds += new.seconds
-            tally.round_tokens += new.round_tokens
-            tally.overshoot += new.overshoot
+    """Decode all requests with m and plainly, in turn, and count."""
+    runs = {}
+    for name, machine in (("plain", plain), ("speculative", m)):
+        rounds = make_rounds(machine, batch, args, machine.target.cfg.context)
+        tally = decode(machine, [r.tokens for r in requests], args.max_new_tokens, args.seed,
+                       args.temperature, 0, rounds)
+        again = second_turns(m, requests, tally.texts, args.max_new_tokens)
+        if again:
+            rounds = make_rounds(machine, min(batch, len(again)), args, machine.target.cfg.context)
+            tally.extend(decode(machine, again, args.max_new_tokens, args.seed, args.temperature,
+                                len(requests), rounds))
+        runs[name] = tally
+    base, total = runs["plain"], runs["speculative"]
     histogram = total.total()
     lengths = [acceptance_length(h) for h in total.histogram if sum(h)]
+    n_tokens = sum(map(len, total.texts))
     plain_speed, speed = (t.round_tokens / t.seconds for t in (base, total))
-    return {"temperature": args.temperature, "coupled": m.coupled, "batch": args.batch,
-            "prompts": len(prompts), "new_tokens": sum(map(len, total.texts)),
+    return {"temperature": args.temperature, "coupled": m.coupled, "batch": batch,
+            "prompts": len(requests), "new_tokens": n_tokens,
             "histogram": histogram, "overshoot": total.overshoot,
             "acceptance_length": acceptance_length(histogram),
             "per_request_length": statistics.mean(lengths),
             "first_token_acceptance": 1 - histogram[0] / sum(histogram),
-            "distinct_4gram": distinct_4grams(total.texts), "texts_that_differ": differ,
-            "plain_tokens_per_s": plain_speed, "tokens_per_s": speed, "factor": speed / plain_speed}
+            "cumulative_acceptance": cumulative_acceptance(histogram),
+            "conditional_acceptance": conditional_acceptance(histogram),
+            "distinct_4gram": distinct_4grams(total.texts),
+            "texts_that_differ": sum(x != y for x, y in zip(base.texts, total.texts)),
+            "plain_tokens_per_s": plain_speed, "tokens_per_s": speed, "factor": speed / plain_speed,
+            "plain_e2e_tokens_per_s": n_tokens / base.seconds_with_prefill,
+            "e2e_tokens_per_s": n_tokens / total.seconds_with_prefill}
+
+
+STAGES = ("noise", "t1", "chain", "draft", "verify", "advance_mtp", "advance_draft", "commit",
+          "host")
+DROPPED = 16  # first rounds, which warm up
+
+
+def stage_times(m: Machine, prompts: list[list[int]], args: argparse.Namespace) -> dict:
+    """Medians in ms a round of every step, and of whole rounds without a clock between the steps.
+
+    End-of-text is ignored, and the texts go on to the end of the context.
+    """
+    m = replace(m, eot=-1)
+    by_step = argparse.Namespace(**vars(args) | {"graph": "step" if args.graph != "off" else "off"})
+    timed, whole = (make_rounds(m, len(prompts), a, m.target.cfg.context) for a in (by_step, args))
+    seconds = []
+    for rounds in (timed, whole):
+        rounds.clock = {} if rounds is timed else None
+        since = None
+        for _ in generate(rounds.m, prompts, m.target.cfg.context, args.seed, args.temperature, 0,
+                          rounds):
+            now = time.perf_counter()
+            if rounds is whole and since is not None:
+                seconds.append(now - since)
+            since = now
+    n = min(DROPPED, len(seconds) // 2)
+    stages = {name: 1e3 * statistics.median(times[n:]) for name, times in timed.clock.items()}
+    return stages | {"round": 1e3 * statistics.median(seconds[n:])}
+
+
+def weight_reads(m: Machine) -> float:
+    """Bytes of weights that a round reads, relative to a plain step."""
+    def n(*modules) -> int:
+        return sum(p.numel() for module in modules for p in module.parameters())
+
+    head = n(m.target.lm_head)
+    plain = n(m.target) - n(m.target.embed_tokens)
+    total = plain
+    if m.mtp is not None:
+        n_chain = m.n_slots - 2 if m.drafter is None else 0
+        total += (1 + n_chain) * (n(m.mtp) + head)
+    if m.drafter is not None:
+        context = [x for layer in m.drafter.dflash.layers
+                   for x in (layer.self_attn.k_proj, layer.self_attn.v_proj)]
+        total += n(m.drafter) + head + n(m.drafter.dflash.fc, *context)
+    return total / plain
+
+
+def peak_memory(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{torch.cuda.max_memory_allocated(device) / 2 ** 20:.0f} MiB held by the allocator"
+    try:
+        import resource  # not on every system
+    except ImportError:
+        return "not known on this system"
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return f"{peak / 2 ** 20:.0f} MiB of the whole process"
+
+
+MODES = {"T = 1 coupled": (1.0, False), "T = 1 argmax": (1.0, True), "greedy": (0.0, False)}
 
 
 def run_bench(args: argparse.Namespace) -> int:
-    """A table over methods and modes, and bench.json."""
+    """Tables over methods and modes, and bench.json."""
     target, mtp, checkpoint = open_target(args)
-    data = prepare.load(checkpoint["data"])
-    if data.tokenizer != checkpoint["tokenizer"]:
-        raise ValueError(f"data/{checkpoint['data']} was prepared again with another tokenizer: "
-                         "train again")
-    prompts = held_out_prompts(data.val, data.tokenizer["eot"], args.n_prompts)
+    encoding = prepare.encoding(checkpoint["tokenizer"])
+    requests = bench_requests(args, target, checkpoint, encoding)
     trained = [name for name in ARMS if (args.out / f"{name}.pt").exists()]
-    print(f"{len(prompts)} held-out prompts of 64 tokens, {args.max_new_tokens} new tokens, "
-          f"batch {args.batch}, {args.dtype}, {target.lm_head.weight.device}, "
-          f"{torch.get_num_threads()} threads, seed {args.seed}\n"
-          "length: tokens a verification round | first: share of rounds whose T1 was accepted | "
-          "4-grams: distinct share\n"
-          "factor: tokens/s over plain decoding's, in turn, decoding only | "
-          "differ: texts unlike plain decoding's\n\n"
-          f"{'mode':16} {'method':10} {'length':>7} {'first':>7} {'4-grams':>8} {'tokens/s':>9} "
-          f"{'factor':>7} {'differ':>7}")
+    wanted = args.drafters or ["mtp", *trained]
+    methods = [(f"mtp x {k}", "mtp", k) for k in sorted({1, 4, args.mtp_steps})
+               if "mtp" in wanted] + [(name, name, 1) for name in wanted if name != "mtp"]
+    device = target.lm_head.weight.device
+    print(f"{len(requests)} prompts ({args.prompts or 'held out'}), {args.max_new_tokens} new "
+          f"tokens, {args.dtype}, {describe_device(device)}, graph {args.graph}"
+          f"{', compiled' * args.compile}, seed {args.seed}\n"
+          "length: tokens a verification round, over all rounds | request: the mean of each "
+          "request's | first: share of rounds whose T1 was accepted\n"
+          "4-grams: distinct share | tokens/s: decoding only | factor: over plain decoding's, in "
+          "turn | end to end: with prefill and waiting | differ: texts unlike plain decoding's\n\n"
+          f"{'mode':14} {'batch':>5} {'method':14} {'length':>7} {'request':>8} {'first':>6} "
+          f"{'4-grams':>8} {'tokens/s':>9} {'factor':>7} {'end to end':>11} {'differ':>7}")
     rows = []
-    modes = ("T = 1 coupled", 1.0, False), ("T = 1 argmax", 1.0, True), ("greedy", 0.0, False)
-    for mode, temperature, argmax in modes:
-        for method, k in [("mtp", 1), ("mtp", 4)] + [(name, 1) for name in trained]:
-            changes = {"temperature": temperature, "argmax_drafts": argmax, "mtp_steps": k}
-            setting = argparse.Namespace(**{**vars(args), **changes})
-            m = load_machine(method, setting, target, mtp, checkpoint)
-            plain = replace(m, mtp=None, drafter=None, n_slots=1)
-            name = f"mtp x {k}" if method == "mtp" else method
-            row = {"drafter": name} | bench_row(m, plain, prompts, setting)
-            rows.append(row)
-            print(f"{mode:16} {name:10} {row['acceptance_length']:7.3f} "
-                  f"{row['first_token_acceptance']:7.3f} {row['distinct_4gram']:8.3f} "
-                  f"{row['tokens_per_s']:9.0f} {row['factor']:7.2f} "
-                  f"{row['texts_that_differ']:7d}", flush=True)
+    for batch in args.batch:
+        for mode, (temperature, argmax) in MODES.items():
+            if argmax and batch != args.batch[0]:
+                continue  # acceptance does not depend on the batch
+            for label, method, k in methods:
+                m, plain, setting = bench_machines(args, target, mtp, checkpoint, method, k,
+                                                   temperature, argmax)
+                row = {"drafter": label, "mode": mode} | bench_row(
+                    m, plain, requests, min(batch, len(requests)), setting)
+                rows.append(row)
+                print(f"{mode:14} {batch:5} {label:14} {row['acceptance_length']:7.3f} "
+                      f"{row['per_request_length']:8.3f} {row['first_token_acceptance']:6.3f} "
+                      f"{row['distinct_4gram']:8.3f} {row['tokens_per_s']:9.0f} "
+                      f"{row['factor']:7.2f} {row['e2e_tokens_per_s']:11.0f} "
+                      f"{row['texts_that_differ']:7d}", flush=True)
+    print_positions([row for row in rows if row["batch"] == rows[0]["batch"]])
+    print_stages(args, rows, target, mtp, checkpoint, methods, requests)
+    print(f"\npeak memory {peak_memory(device)}")
     temporary = args.out / "bench.json.tmp"
     temporary.write_text(json.dumps(rows, indent=1))
     temporary.replace(args.out / "bench.json")
     return int(args.dtype == "float64" and any(row["texts_that_differ"] for row in rows))
+
+
+def bench_requests(args: argparse.Namespace, target: Llama, checkpoint: dict,
+                   encoding) -> list[Request]:
+    if args.prompts:
+        longest = target.cfg.context - args.max_new_tokens
+        if longest < 1:
+            raise ValueError(f"--max-new-tokens is {args.max_new_tokens}, the context is "
+                             f"{target.cfg.context} with the prompt: ask for fewer")
+        requests = read_requests(args.prompts, encoding, args.n_prompts, longest)
+        source = str(args.prompts)
+    else:
+        data = prepare.load(checkpoint["data"])
+        if data.tokenizer != checkpoint["tokenizer"]:
+            raise ValueError(f"data/{checkpoint['data']} was prepared again with another "
+                             "tokenizer: train again")
+        requests = held_out_requests(data.val, data.tokenizer["eot"], args.n_prompts)
+        source = "the held-out data"
+    if len(requests) < args.n_prompts and (not args.prompts or not requests):
+        raise ValueError(f"--n-prompts is {args.n_prompts}, {source} has {len(requests)} documents "
+                         "of 192 tokens, or prompts: ask for fewer")
+    return requests
+
+
+def bench_machines(args: argparse.Namespace, target: Llama, mtp: MTP, checkpoint: dict,
+                   method: str, k: int, temperature: float,
+                   argmax: bool) -> tuple[Machine, Machine, argparse.Namespace]:
+    """The method's machine, plain decoding's, and the arguments of this mode."""
+    changes = {"temperature": temperature, "argmax_drafts": argmax, "mtp_steps": k}
+    setting = argparse.Namespace(**{**vars(args), **changes})
+    m = load_machine(method, setting, target, mtp, checkpoint)
+    return m, replace(m, mtp=None, drafter=None, n_slots=1), setting
+
+
+def print_positions(rows: list[dict]) -> None:
+    """Acceptance by position: conditional shares, and cumulative ones as a chart."""
+    n = max(len(row["histogram"]) for row in rows) - 1
+    print("\nconditional acceptance: of the rounds that accepted all before it, the share that "
+          "accepted Tk | chart: cumulative, a column a proposal\n\n"
+          f"{'mode':14} {'method':14} " + " ".join(f"{f'T{k}':>5}" for k in range(1, n + 1))
+          + "  chart")
+    for row in rows:
+        shares = row["conditional_acceptance"]
+        cells = [" " * 5 if math.isnan(x) else f"{x:5.2f}" for x in shares]
+        cells += [" " * 5] * (n - len(shares))
+        chart = "".join(" ▁▂▃▄▅▆▇█"[round(8 * x)] for x in row["cumulative_acceptance"])
+        print(f"{row['mode']:14} {row['drafter']:14} {' '.join(cells)}  {chart}")
+
+
+def print_stages(args: argparse.Namespace, rows: list[dict], target: Llama, mtp: MTP,
+                 checkpoint: dict, methods: list, requests: list[Request]) -> None:
+    """Where the time of a round goes; each row of `rows` in this mode gets its stages_ms."""
+    mode, temperature, argmax = "T = 1 coupled", *MODES["T = 1 coupled"]
+    print(f"\nms a round, medians at {mode}, end-of-text ignored, to the end of the context, first "
+          f"{DROPPED} rounds dropped | round: whole, with no clock inside\n"
+          "reads: bytes of weights over a plain step's | expected: length / (round / plain step) | "
+          "factor: measured above\n\n"
+          f"{'batch':>5} {'method':14} " + " ".join(f"{x.replace('advance_', '+'):>7}"
+                                                    for x in STAGES)
+          + f" {'round':>7} {'/ plain':>7} {'reads':>6} {'expected':>8} {'factor':>7}")
+    for batch in args.batch:
+        prompts = [r.tokens for r in requests[:batch]]
+        step = None
+        for label, method, k in [("plain", "none", 1), *methods]:
+            m, _, setting = bench_machines(args, target, mtp, checkpoint, method, k, temperature,
+                                           argmax)
+            times = stage_times(m, prompts, setting)
+            step = step or times["round"]
+            row = next((row for row in rows if row["drafter"] == label and row["mode"] == mode
+                        and row["batch"] == min(batch, len(requests))), None)
+            ends = ""
+            if row:
+                row["stages_ms"] = times
+                expected = row["acceptance_length"] / (times["round"] / step)
+                ends = f" {expected:8.2f} {row['factor']:7.2f}"
+            print(f"{batch:5} {label:14} "
+                  + " ".join(f"{times[x]:7.2f}" if x in times else " " * 7 for x in STAGES)
+                  + f" {times['round']:7.2f} {times['round'] / step:7.2f} {weight_reads(m):6.2f}"
+                  + ends, flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:

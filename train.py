@@ -30,9 +30,9 @@ from tqdm import tqdm
 
 from data import prepare
 from dflash import draft_preset, sample_anchors
-from dmtp import (ARMS, LABELS, Drafter, block_loss, drafter_checkpoint, load_checkpoint,
-                  load_target, pick_device, save_checkpoint, start_from, target_checkpoint,
-                  to_device)
+from dmtp import (ARMS, LABELS, Drafter, block_loss, check_compiler, drafter_checkpoint,
+                  load_checkpoint, load_target, pick_device, save_checkpoint, start_from,
+                  target_checkpoint, to_device)
 from model import MAX_LOGITS, SIZES, Block, Llama, preset
 from mtp import LOSSES, MTP, MTPLoss, check_cancels, draft_quality, target_losses
 
@@ -627,11 +627,7 @@ def run_drafter(args: argparse.Namespace, data: prepare.Dataset, device: torch.d
 def compile_blocks(*models: nn.Module) -> None:
     """Compile their decoder layers in place, all at once, as they are one piece of code; what is
     around them gains little. ValueError where torch.compile cannot."""
-    try:
-        torch.compile(lambda x: x + 1)(torch.ones(2, device=next(models[0].parameters()).device))
-    except Exception as e:  # of compilers, drivers and file systems
-        raise ValueError(f"--compile: torch.compile does not work here ({type(e).__name__}): it "
-                         "needs a C++ compiler for CPUs, Triton for GPUs; or leave it out") from e
+    check_compiler(next(models[0].parameters()).device)
     for model in models:
         for module in model.modules():
             if isinstance(module, Block):

@@ -1,16 +1,19 @@
 """The command line of speculate.py: streamed text, measures, checks, errors of one line."""
 
+import gzip
 import json
 from dataclasses import replace
 
 import pytest
 import torch
 
+import dmtp
 import speculate
 from data import prepare
 from dmtp import drafter_checkpoint, save_checkpoint, target_checkpoint
 from kit import small_config, small_drafter, small_models
-from speculate import Emission, Machine, Sampling, Screen, Tally, compare, held_out_prompts
+from speculate import (Emission, Machine, Request, Sampling, Screen, Tally, compare,
+                       held_out_requests, read_requests)
 
 CFG = small_config(vocab_size=300, context=100)
 
@@ -80,8 +83,8 @@ def test_a_batch_of_prompts_prints_every_text_after_its_prompt(run):
 def test_a_mismatch_exits_non_zero_and_names_the_token(run, monkeypatch):
     decode = speculate.decode
 
-    def wrong(*settings):
-        tally = decode(*settings)
+    def wrong(*settings, **more):
+        tally = decode(*settings, **more)
         tally.texts[0][5] = (tally.texts[0][5] + 1) % 256
         return tally
 
@@ -97,6 +100,8 @@ def test_a_mismatch_exits_non_zero_and_names_the_token(run, monkeypatch):
     (["--prompt", "x " * 400], ["the context is 100", "shorten"]),
     (["--prompt", "x", "--device", "tpu"], ["cpu, cuda"]),
     (["--prompt", "x", "--device", "cuda:99"], ["CUDA devices", "--device cpu"]),
+    (["--prompt", "x", "--graph", "round", "--device", "cpu"], ["--graph round", "leave it out"]),
+    (["--bench", "--prompts", "nowhere.jsonl"], ["nowhere.jsonl"]),
     (["--bench", "--n-prompts", "5000"], ["ask for fewer"])])
 def test_mistakes_end_in_one_line_that_says_what_to_do(run, flags, words):
     status, _, error = run(*flags)
@@ -127,22 +132,106 @@ def test_a_drafter_that_was_not_trained_names_the_command(run, folder):
     assert "python train.py --stage drafter --drafter dflash" in error
 
 
-def test_bench_prints_a_row_for_each_method_and_mode_and_keeps_it_as_json(run, folder):
-    status, out, _ = run("--bench", "--n-prompts", "3", "--batch", "2", "--dtype", "float64",
+def test_bench_prints_a_row_for_each_method_mode_and_batch_and_keeps_it_as_json(run, folder):
+    status, out, _ = run("--bench", "--n-prompts", "3", "--batch", "2", "3", "--dtype", "float64",
                          "--max-new-tokens", "9", "--temperature", "1")
     assert status == 0, out
     rows = json.loads((folder / "bench.json").read_text())
-    assert len(rows) == 12
+    assert len(rows) == 4 * (3 + 2)  # argmax drafts at the first batch only
     assert all(row["texts_that_differ"] == 0 and sum(row["histogram"]) > 0 for row in rows)
     assert {row["drafter"] for row in rows} == {"mtp x 1", "mtp x 4", "dflash", "dmtp"}
+    for row in rows:  # the same rounds, whatever the batch
+        first = next(r for r in rows if (r["drafter"], r["mode"]) == (row["drafter"], row["mode"]))
+        assert row["histogram"] == first["histogram"]
+        assert ("stages_ms" in row) == (row["mode"] == "T = 1 coupled")
+    stages = next(row["stages_ms"] for row in rows if row["drafter"] == "dmtp")
+    assert set(stages) == {"noise", "t1", "draft", "verify", "advance_mtp", "advance_draft",
+                           "commit", "host", "round"}
+    assert "conditional acceptance" in out and "peak memory" in out
+
+
+def test_bench_takes_the_drafters_it_is_told(run, folder):
+    status, out, _ = run("--bench", "--n-prompts", "2", "--drafters", "dflash",
+                         "--max-new-tokens", "3")
+    assert status == 0, out
+    assert {row["drafter"] for row in json.loads((folder / "bench.json").read_text())} == {"dflash"}
 
 
 def test_prompts_of_tables_are_the_heads_of_long_documents_in_file_order():
     eot, long = 9, list(range(8)) * 24
     tokens = torch.tensor(long + [eot] + [1, 2, eot] + long[::-1] + [eot]).numpy()
-    assert held_out_prompts(tokens, eot, 2) == [long[:64], long[::-1][:64]]
-    with pytest.raises(ValueError, match="2 documents"):
-        held_out_prompts(tokens, eot, 3)
+    heads = [Request(long[:64], []), Request(long[::-1][:64], [])]
+    assert held_out_requests(tokens, eot, 2) == heads == held_out_requests(tokens, eot, 3)
+
+
+def ids(text: str) -> list[int]:
+    return list(text.encode())
+
+
+@pytest.mark.parametrize("name, content, wanted", [
+    ("a.jsonl", '{"prompt": "ab"}\n\n{"turns": ["cd", "ef"]}\n',
+     [Request(ids("ab"), []), Request(ids("cd"), ids("ef"))]),
+    ("b.jsonl", '{"prompt": "abcdefgh"}\n', [Request(ids("efgh"), [])]),  # its last 4 tokens
+    ("c.jsonl", json.dumps({"text": "x" * 192}) + "\n" + json.dumps({"text": "y" * 191}),
+     [Request(ids("x" * 64), [])]),
+    ("d.txt", "a" * 64 + "b" * 64, [Request(ids("a" * 64), []), Request(ids("b" * 64), [])]),
+    ("e.txt.gz", "a" * 64 + "b" * 64, [Request(ids("a" * 64), []), Request(ids("b" * 64), [])])])
+def test_prompts_come_from_files_of_records_or_of_plain_text(encoding, tmp_path, name, content,
+                                                             wanted):
+    data = content.encode()
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    assert read_requests(tmp_path / name, encoding, 2, longest=4) == wanted
+
+
+@pytest.mark.parametrize("name, content, words", [
+    ("a.jsonl", b'{"prompt": "ab"}\n{"answer": 1}', "line 2"),
+    ("a.jsonl", b'{"prompt": 3}', "line 1"), ("a.jsonl", b"[1]", "line 1"),
+    ("a.jsonl", b"not json", "line 1"), ("a.txt", b"too short", "ask for fewer"),
+    ("a.txt", b"\xff" * 300, "cannot be read"), ("a.txt.gz", b"no gzip", "cannot be read")])
+def test_a_bad_file_of_prompts_is_named_with_what_is_wrong(encoding, tmp_path, name, content,
+                                                           words):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=words) as error:
+        read_requests(tmp_path / name, encoding, 2, 50)
+    assert name in str(error.value)
+
+
+def test_a_second_turn_follows_the_models_own_answer_without_its_end_of_text():
+    target, _ = small_models()
+    m = Machine(target, None, None, 1, Sampling(), eot=22)
+    requests = [Request([1, 2], [3, 4]), Request([5], []), Request([6] * 40, [7])]
+    turns = speculate.second_turns(m, requests, [[8, 9, 22], [10], [11] * 4], n_new=8)
+    assert turns == [[1, 2, 8, 9, 3, 4], [6] * 35 + [11] * 4 + [7]]  # 48 - 8 tokens of the last
+
+
+def test_bench_goes_on_with_second_turns(run, folder, tmp_path):
+    path = tmp_path / "turns.jsonl"
+    path.write_text('{"turns": ["def f", "def g"]}\n{"prompt": "x ="}\n')
+    status, out, _ = run("--bench", "--prompts", str(path), "--n-prompts", "9", "--drafters",
+                         "dmtp", "--ignore-eos", "--dtype", "float64")
+    assert status == 0, out
+    rows = json.loads((folder / "bench.json").read_text())
+    assert all((row["prompts"], row["new_tokens"]) == (2, 3 * 24) for row in rows)
+
+
+@pytest.mark.parametrize("drafter, slots", [("none", 0), ("mtp", 1), ("dmtp", 7), ("dflash2", 7)])
+def test_trace_shows_a_line_a_proposal_and_emits_the_plain_text(run, folder, drafter, slots):
+    if drafter == "dflash2":
+        checkpoint = drafter_checkpoint(drafter, small_drafter(CFG, drafter).float(),
+                                        dmtp.load_target(folder)[2]["fingerprint"])
+        save_checkpoint(folder / "dflash2.pt", checkpoint | {"training": {}})
+    texts = {}
+    for name in ("none", drafter):
+        status, out, _ = run("--prompt", "def f", "--trace", "--drafter", name)
+        assert status == 0
+        rounds = out.split("\nA = ")[1:]
+        texts[name] = [line.split(": ", 1)[1] for line in out.splitlines() if "  emitted" in line]
+        if name == drafter:
+            assert all(sum(line.startswith("  T") for line in r.splitlines()) == slots
+                       for r in rounds)
+    assert " ".join(texts[drafter]) == " ".join(texts["none"])
+    if drafter == "dflash2":
+        (folder / "dflash2.pt").unlink()
 
 
 # ----------------------------------------------------------------------------------------------

@@ -9,11 +9,12 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from kit import random_tokens, randomise, small_config, small_models
 from torch import Tensor
 
-from model import (MAX_SLOTS, Config, Llama, attend, causal_mask, new_cache, preset, rope_tables,
-                   rotate, to_public)
+from model import (MAX_SLOTS, Config, Llama, attend, causal_mask, join_projections, new_cache,
+                   preset, product, rope_tables, rotate, to_public)
 
 N = 12        # tokens of the text
 LENGTH = 20   # rows of the cache
@@ -353,3 +354,40 @@ def test_logits_equal_those_of_the_public_llama_with_the_same_weights(n_kv_head,
     torch.testing.assert_close(target.lm_head(target(tokens)[0]), expected, rtol=0, atol=1e-10)
     target.cos[7] += 1e-6  # what the tolerance would notice
     assert (target.lm_head(target(tokens)[0]) - expected).abs().max() > 1e-8
+
+
+# ----------------------------------------------------------------------------------------------
+# decoding: few rows, joined matrices
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 2), (3, 8), (64,), (65,), (2, 40), (1,)])
+def test_a_product_is_that_of_the_plain_linear_map_for_any_number_of_rows(shape):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(*shape, 24, generator=generator, dtype=torch.float64)
+    weight = torch.randn(40, 24, generator=generator, dtype=torch.float64)
+    with torch.no_grad():
+        y = product(x, weight)
+    torch.testing.assert_close(y, F.linear(x, weight), rtol=1e-12, atol=1e-12)
+    assert y.shape == (*shape, 40)
+
+
+def test_a_product_has_gradients_where_they_are_wanted():
+    x, weight = torch.randn(2, 3, requires_grad=True), torch.randn(4, 3, requires_grad=True)
+    product(x, weight).sum().backward()
+    assert x.grad is not None and weight.grad is not None
+
+
+def test_joined_projections_give_the_same_states_and_follow_new_weights():
+    target, _ = small_models()
+    other = small_models(seed=9)[0]
+    tokens = random_tokens(2, 12)
+    with torch.no_grad():
+        before = target(tokens)[0]
+        names = list(target.state_dict())
+        join_projections(target)
+        attn = target.layers[0].self_attn
+        assert attn.q_proj.weight.data_ptr() == attn.q_proj.joined.data_ptr()
+        torch.testing.assert_close(target(tokens)[0], before, rtol=0, atol=1e-12)
+        target.load_state_dict(other.state_dict())
+        torch.testing.assert_close(target(tokens)[0], other(tokens)[0], rtol=0, atol=1e-12)
+    assert list(target.state_dict()) == names

@@ -20,11 +20,11 @@ import speculate
 from dflash import DraftConfig, sample_anchors
 from dmtp import ARMS, Drafter, block_loss
 from kit import random_tokens, small_config, small_drafter, small_models
-from model import Llama, new_cache
+from model import Llama, join_projections, new_cache
 from mtp import MTP, MTPLoss, target_losses
-from speculate import (Machine, Rounds, Sampling, acceptance_length, bucket, cumulative_acceptance,
-                       decode, distinct_4grams, generate, gumbel, mix, new_state, perturb, prefill,
-                       round_steps, uniforms)
+from speculate import (Machine, Rounds, Sampling, acceptance_length, bucket,
+                       conditional_acceptance, cumulative_acceptance, decode, distinct_4grams,
+                       generate, gumbel, mix, new_state, perturb, prefill, round_steps, uniforms)
 
 METHODS = ["none", "mtp x 1", "mtp x 4", "dflash", "dmtp"]  # on the largest grids
 ALL_METHODS = ["none", "mtp x 1", "mtp x 4", *ARMS]
@@ -575,9 +575,89 @@ def test_rows_at_their_limit_stand_still(small, method):
 # measures
 
 
+@pytest.mark.parametrize("method", ALL_METHODS)
+def test_a_row_that_ends_is_replaced_and_no_text_changes(small, method):
+    target, mtp, drafters = small
+    prompts = [random_tokens(n, seed=n).tolist() for n in (3, 9, 1, 20, 5, 46, 47)]
+    m = machine(method, target, mtp, drafters, eot=4)
+    alone = decode(m, prompts, 12, 7, 1.0)
+    assert len(set(map(len, alone.texts))) > 2  # they end at different times
+    for n_rows in (1, 2, 3):
+        rounds = Rounds(m, n_rows)
+        tally = decode(m, prompts, 12, 7, 1.0, rounds=rounds)
+        assert (tally.texts, tally.histogram) == (alone.texts, alone.histogram)
+
+
+@pytest.mark.parametrize("method", ALL_METHODS)
+def test_rounds_serve_new_prompts_seeds_temperatures_and_weights(small, method):
+    target, mtp, drafters = small
+    m = machine(method, target, mtp, drafters)
+    rounds = Rounds(m, 2)
+    jobs = [([[1] * 30, [2]], 3, 1.0), ([[3], [4, 5]], 3, 1.0), ([[3], [4, 5]], 8, 0.5)]
+    for prompts, seed, temperature in jobs:
+        fresh = decode(m, prompts, 14, seed, temperature)
+        again = decode(m, prompts, 14, seed, temperature, rounds=rounds)
+        assert (again.texts, again.histogram) == (fresh.texts, fresh.histogram)
+    other = small_models(seed=5)[0].state_dict()
+    before = {name: weight.clone() for name, weight in target.state_dict().items()}
+    target.load_state_dict(other)
+    changed = decode(m, prompts, 14, seed, temperature, rounds=rounds)
+    assert changed.texts == decode(m, prompts, 14, seed, temperature).texts != fresh.texts
+    target.load_state_dict(before)
+
+
+@pytest.mark.parametrize("method", ALL_METHODS)
+def test_making_steps_ready_moves_nothing(small, monkeypatch, method):
+    """Steps are run before they are captured: here, twice, in place of a capture."""
+    target, mtp, drafters = small
+    m = machine(method, target, mtp, drafters)
+    prompts = [[1, 2, 3], [4]]
+    wanted = decode(m, prompts, 20, 7, 1.0)
+
+    def run_twice(step, device, pool):
+        step()
+        step()
+        return step
+
+    monkeypatch.setattr(speculate, "capture", run_twice)
+    monkeypatch.setattr(speculate, "bucket", lambda rows, length: min(length, rows + 1))
+    for graph in ("step", "round"):
+        rounds = Rounds(m, 2, graph)
+        tally = decode(m, prompts, 20, 7, 1.0, rounds=rounds)
+        assert (tally.texts, tally.histogram) == (wanted.texts, wanted.histogram)
+        assert len(rounds.ready) > 2  # made in the middle of the text, again and again
+        names = [step.__name__.removesuffix("_step") for step in round_steps(m)]
+        assert list(rounds.ready[max(rounds.ready)]) == (names if graph == "step" else ["round"])
+
+
+def test_a_clock_times_every_step_of_every_round_and_changes_nothing(small):
+    target, mtp, drafters = small
+    m = machine("dmtp", target, mtp, drafters)
+    rounds = Rounds(m, 2)
+    rounds.clock = {}
+    tally = decode(m, [[1, 2, 3], [4]], 20, 7, 1.0, rounds=rounds)
+    assert tally.texts == decode(m, [[1, 2, 3], [4]], 20, 7, 1.0).texts
+    n = max(sum(h) for h in tally.histogram)
+    assert {len(times) for times in rounds.clock.values()} == {n}
+    assert list(rounds.clock) == ["host", "noise", "t1", "draft", "verify", "advance_mtp",
+                                  "advance_draft", "commit"]
+
+
+@pytest.mark.parametrize("method", ALL_METHODS)
+def test_joined_projections_change_no_text(method):
+    target, mtp = small_models()
+    drafters = {name: small_drafter(target.cfg, name) for name in ARMS}
+    m = machine(method, target, mtp, drafters)
+    before = decode(m, [[1, 2, 3], [4]], 30, 7, 1.0)
+    join_projections(target, mtp, *drafters.values())
+    after = decode(m, [[1, 2, 3], [4]], 30, 7, 1.0)
+    assert (after.texts, after.histogram) == (before.texts, before.histogram)
+
+
 def test_acceptance_measures_by_hand():
     histogram = [2, 3, 0, 5]
     assert acceptance_length(histogram) == pytest.approx(2.8)
+    assert conditional_acceptance(histogram) == pytest.approx([0.8, 0.625, 1.0])
     assert cumulative_acceptance(histogram) == pytest.approx([0.8, 0.5, 0.5])
     assert math.isnan(acceptance_length([0, 0]))
     assert distinct_4grams([[1, 2, 1, 2, 1, 2, 1]]) == 0.5  # 1212 2121 1212 2121
