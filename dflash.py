@@ -38,7 +38,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from model import Block, Config, Context, Linear, Llama, Rows, init_weights
+from model import KV, Block, Config, Context, Linear, Llama, Rows, init_weights
 
 
 GROUP = 8    # blocks that attend together in training
@@ -228,7 +228,7 @@ class DFlash(nn.Module):
             x = layer(x, rope, context=Context(k, v, masks), around=self.around(i))
         return self.norm(x).view(B, N, S, C)
 
-    def forward_round(self, target: Llama, x: Tensor, pos: Tensor, kv: tuple[Tensor, Tensor],
+    def forward_round(self, target: Llama, x: Tensor, pos: Tensor, kv: KV,
                       kv_len: int, offset: int = 0) -> Tensor:
         """Decoding: states (B, S, C) of one block with inputs x (B, S, C), which begin at positions
         pos (B,) + offset.
@@ -246,7 +246,7 @@ class DFlash(nn.Module):
         return self.norm(x)
 
     def write_context(self, target: Llama, features: Tensor, positions: Tensor,
-                      kv: tuple[Tensor, Tensor]) -> None:
+                      kv: KV) -> None:
         """Decoding: put features (B, S, n_features C) into every layer's cache, at positions
         (B or 1, S)."""
         context, rope = self.context(features), target.rope(positions)

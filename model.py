@@ -117,14 +117,18 @@ class Rows(NamedTuple):
         return self.k[:, :self.kv_len], self.v[:, :self.kv_len]
 
 
-def new_cache(cfg: Config, n_layer: int, n_rows: int, length: int,
-              like: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of n_layer layers, (n_layer, B, L, G, D) each; dtype and device are `like`'s.
+KV = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]  # keys and values, (B, L, G, D) a layer
+
+
+def new_cache(cfg: Config, n_layer: int, n_rows: int, length: int, like: Tensor) -> KV:
+    """Keys and values of n_layer layers, (B, L, G, D) each; dtype and device are `like`'s.
 
     Zeros, not empty: a NaN in a row that nobody wrote leaks through a mask, since 0 x NaN is NaN.
+    A tensor a layer, not one for all: a compiled step would copy all of that for every layer.
     """
-    shape = (n_layer, n_rows, length, cfg.n_kv_head, cfg.head_dim)
-    return like.new_zeros(shape), like.new_zeros(shape)
+    shape = (n_rows, length, cfg.n_kv_head, cfg.head_dim)
+    keys, values = (tuple(like.new_zeros(shape) for _ in range(n_layer)) for _ in range(2))
+    return keys, values
 
 
 def causal_mask(positions: Tensor, kv_len: int) -> Tensor:
@@ -183,8 +187,8 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
             or torch.is_grad_enabled():
         return F.linear(x, weight)
     rows = x.reshape(n, -1)
-    rows = rows.repeat(2, 1) if n == 1 else rows
-    return (weight @ rows.T)[:, :n].T.unflatten(0, x.shape[:-1])
+    rows = torch.cat((rows, rows)) if n == 1 else rows
+    return (weight @ rows.T)[:, :n].T.reshape(*x.shape[:-1], -1)
 
 
 class Linear(nn.Linear):
@@ -328,7 +332,7 @@ class Llama(nn.Module):
         return self.cos[positions][:, :, None], self.sin[positions][:, :, None]
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None,
-                kv: tuple[Tensor, Tensor] | None = None, kv_len: int = 0,
+                kv: KV | None = None, kv_len: int = 0,
                 tap_layers: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
         """States (B, S, C) of tokens (B, S), and taps (B, S, n_tap C), in layer order, or None.
 

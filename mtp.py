@@ -35,7 +35,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from model import (MAX_LOGITS, Block, Config, Linear, Llama, Rows, causal_mask, init_weights,
+from model import (KV, MAX_LOGITS, Block, Config, Linear, Llama, Rows, causal_mask, init_weights,
                    through_head)
 
 LOSSES = ("standard", "ec", "kl")
@@ -59,7 +59,7 @@ class MTP(nn.Module):
         init_weights(self, cfg.n_layer)
 
     def forward(self, target: Llama, states: Tensor, next_tokens: Tensor,
-                positions: Tensor | None = None, kv: tuple[Tensor, Tensor] | None = None,
+                positions: Tensor | None = None, kv: KV | None = None,
                 kv_len: int = 0) -> Tensor:
         """Row i: the state (B, S, C) that predicts the token after next_tokens (B, S).
 

@@ -48,7 +48,7 @@ from torch import Tensor
 from data import prepare
 from dflash import N_BEST, slot_positions
 from dmtp import ARMS, Drafter, check_compiler, load_drafter, load_target, pick_device
-from model import MAX_SLOTS, Llama, join_projections, new_cache
+from model import KV, MAX_SLOTS, Llama, join_projections, new_cache
 from mtp import MTP
 
 # ----------------------------------------------------------------------------------------------
@@ -162,9 +162,9 @@ class RoundState:
     emit: Tensor         # (B, 2 + S) int64  [tokens to emit, n_accept, choice]: all the host reads
     seed: Tensor         # () int64
     temperature: Tensor  # () float32
-    target_kv: tuple[Tensor, Tensor]  # (layers, B, L, G, D) twice, as the next two
-    mtp_kv: tuple[Tensor, Tensor]
-    draft_kv: tuple[Tensor, Tensor]
+    target_kv: KV        # (B, L, G, D) a layer, keys and values, as the next two
+    mtp_kv: KV
+    draft_kv: KV
 
 
 def new_state(m: Machine, n_rows: int, seed: int, temperature: float) -> RoundState:
@@ -381,8 +381,9 @@ def place(s: RoundState, row: int, one: RoundState) -> None:
     for name in ("pos", "limit", "request", "block", "mtp_state"):
         getattr(s, name)[row].copy_(getattr(one, name)[0])
     for name in ("target_kv", "mtp_kv", "draft_kv"):
-        for cache, rows in zip(getattr(s, name), getattr(one, name)):
-            cache[:, row].copy_(rows[:, 0])
+        for layers, from_layers in zip(getattr(s, name), getattr(one, name)):
+            for cache, rows in zip(layers, from_layers):
+                cache[row].copy_(rows[0])
 
 
 # ----------------------------------------------------------------------------------------------
@@ -432,7 +433,7 @@ class Rounds:
 
     def kv_len(self, rows: int) -> int:
         """Cache rows to read. Compiled code is made for one length: that of the whole cache."""
-        length = self.s.target_kv[0].size(2)
+        length = self.s.target_kv[0][0].size(1)
         return length if self.compiled else bucket(rows, length)
 
     def steps(self, kv_len: int) -> dict[str, Callable]:
@@ -700,7 +701,7 @@ def cached_logits(m: Machine, text: list[int], block: int) -> Tensor:
     cut = len(text) - n
     m.target(tokens[:, :cut], positions[:, :cut], kv, cut)
     logits = [m.target.lm_head(m.target(tokens[:, i:i + block], positions[:, i:i + block], kv,
-                                        bucket(len(text), kv[0].size(2)))[0])[0]
+                                        bucket(len(text), kv[0][0].size(1)))[0])[0]
               for i in range(cut, len(text), block)]
     return torch.cat(logits)
 

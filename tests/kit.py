@@ -4,7 +4,7 @@ import torch
 
 from dflash import DraftConfig
 from dmtp import ARMS, Arm, Drafter
-from model import Config, Llama
+from model import KV, Config, Llama
 from mtp import MTP
 
 TWO_ANCHORS = ARMS["conditioned-2"]  # T1 is known, but no state is handed over
@@ -35,6 +35,11 @@ def small_drafter(cfg: Config, arm: str | Arm, seed: int = 2, **changes) -> Draf
     """Two draft layers; `changes` are DraftConfig's fields."""
     draft = DraftConfig(**{**dict(tap_layers=(1, 2, 3), n_layer=2, n_slots=8), **changes})
     return randomise(Drafter(cfg, draft, ARMS[arm] if isinstance(arm, str) else arm), seed)
+
+
+def every_layer(*caches: KV) -> list[torch.Tensor]:
+    """Keys and values of all layers, (B, L, G, D) each."""
+    return [layer for kv in caches for part in kv for layer in part]
 
 
 def random_tokens(*shape: int, vocab_size: int = 23, seed: int = 3) -> torch.Tensor:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kit import random_tokens, small_config, small_drafter, small_models
+from kit import every_layer, random_tokens, small_config, small_drafter, small_models
 from test_train import RECIPE
 
 import speculate
@@ -114,10 +114,9 @@ def test_rows_past_the_text_may_hold_anything_between_rounds(name, graph):
     rounds = Rounds(m, 2, graph)
     for emissions in generate(m, prompts, 60, 7, 1.0, rounds=rounds):
         tally.add(emissions)
-        for kv in (rounds.s.target_kv, rounds.s.mtp_kv, rounds.s.draft_kv):
-            for cache in kv:
-                for row, pos in enumerate(rounds.s.pos.tolist()):
-                    cache[:, row, pos:] = 1e3
+        for cache in every_layer(rounds.s.target_kv, rounds.s.mtp_kv, rounds.s.draft_kv):
+            for row, pos in enumerate(rounds.s.pos.tolist()):
+                cache[row, pos:] = 1e3
     assert (tally.texts, tally.histogram) == (wanted.texts, wanted.histogram)
 
 

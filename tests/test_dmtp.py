@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from kit import TWO_ANCHORS, random_tokens, small_config, small_drafter, small_models
+from kit import (TWO_ANCHORS, every_layer, random_tokens, small_config, small_drafter,
+                 small_models)
 from torch import Tensor
 
 import dmtp
@@ -433,15 +434,15 @@ def cached_logits(target: Llama, mtp: MTP, drafter: Drafter, text: Tensor, a: Te
               for n in (cfg.n_layer, 1, draft.n_layer)]
     tokens = text[:, :P].masked_fill(positions >= a[:, None], 0)
     next_tokens = text[:, 1:P + 1].masked_fill(positions >= a[:, None], 0)
-    for tensor in (tensor for cache in caches for tensor in cache):
+    for tensor in every_layer(*caches):
         tensor.fill_(POISON)
     states, taps = target(tokens, positions, caches[0], P, draft.tap_layers)
     head_rows = mtp(target, states, next_tokens, positions, caches[1], P)
     h = head_rows[rows, a - 1]
     drafter.dflash.write_context(target, drafter.features(taps, head_rows), positions, caches[2])
     for b in range(len(text)):
-        for tensor in caches[2]:
-            tensor[:, b, a[b]:] = POISON
+        for tensor in every_layer(caches[2]):
+            tensor[b, a[b]:] = POISON
     t1_emb = drafter.fuse(target.embed_tokens(text[rows, a + 1]), h)
     x = drafter.block_inputs(target.embed_tokens(text[rows, a]), t1_emb, h)
     offset = drafter.arm.offset
@@ -500,8 +501,8 @@ def test_context_written_in_pieces_equals_one_write(piece):
     for start in range(0, 24, piece):
         rows = torch.arange(start, start + piece)[None]
         dflash.write_context(target, taps[:, start:start + piece], rows, parts)
-    for a, b in zip(whole, parts):
-        assert a.abs().amin(dim=(0, 1, 3, 4)).all() and close(b, a, 1e-12)
+    for a, b in zip(every_layer(whole), every_layer(parts)):
+        assert a.abs().amin(dim=(0, 2, 3)).all() and close(b, a, 1e-12)
 
 
 @torch.no_grad()
@@ -526,8 +527,8 @@ def test_rounds_that_keep_1_to_8_rows_leave_no_hole_in_the_context():
         dflash.write_context(target, block, rows, kv)
         pos += torch.tensor(kept)
         for b in range(2):
-            for a, w in zip(kv, whole):
-                assert close(a[:, b, :pos[b]], w[:, b, :pos[b]], 1e-12)
+            for a, w in zip(every_layer(kv), every_layer(whole)):
+                assert close(a[b, :pos[b]], w[b, :pos[b]], 1e-12)
 
 
 # ----------------------------------------------------------------------------------------------

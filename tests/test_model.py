@@ -10,10 +10,10 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from kit import random_tokens, randomise, small_config, small_models
+from kit import every_layer, random_tokens, randomise, small_config, small_models
 from torch import Tensor
 
-from model import (MAX_SLOTS, Config, Llama, attend, causal_mask, join_projections, new_cache,
+from model import (KV, MAX_SLOTS, Config, Llama, attend, causal_mask, join_projections, new_cache,
                    preset, product, rope_tables, rotate, to_public)
 
 N = 12        # tokens of the text
@@ -35,7 +35,7 @@ def span(start: int, n: int, n_rows: int = 1) -> Tensor:
 
 
 def cached_forward(target: Llama, tokens: Tensor, chunks: list[int],
-                   kv: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+                   kv: KV) -> tuple[Tensor, Tensor]:
     """States and taps of tokens (B, S), sent through the cache chunk by chunk."""
     parts, start = [], 0
     for chunk in tokens.split(chunks, dim=1):
@@ -59,7 +59,7 @@ def test_prefill_in_any_chunks_equals_one_forward_without_a_cache(chunks):
     assert_close(states, expected_states)
     assert_close(taps, expected_taps)
     cached_forward(target, tokens, [N], kv_at_once)
-    for part, at_once in zip(kv, kv_at_once):
+    for part, at_once in zip(every_layer(kv), every_layer(kv_at_once)):
         assert_close(part, at_once)
 
 
@@ -94,12 +94,13 @@ def test_rows_of_one_batch_may_stand_at_different_positions():
         assert_close(states[row], target(text)[0][0, n:])
 
 
-def huge_numbers(target: Llama, kv: tuple[Tensor, Tensor]) -> None:
-    kv[0].fill_(1e30)
-    kv[1].fill_(-1e30)
+def huge_numbers(target: Llama, kv: KV) -> None:
+    for k, v in zip(*kv):
+        k.fill_(1e30)
+        v.fill_(-1e30)
 
 
-def rows_of_an_earlier_longer_text(target: Llama, kv: tuple[Tensor, Tensor]) -> None:
+def rows_of_an_earlier_longer_text(target: Llama, kv: KV) -> None:
     target(random_tokens(2, LENGTH, seed=9), span(0, LENGTH, 2), kv, LENGTH)
 
 
@@ -123,15 +124,15 @@ def test_what_cache_rows_past_the_live_ones_hold_changes_no_bit(poison, chunks):
 
 def test_a_new_cache_is_zeros_in_the_dtype_it_is_told():
     cfg = small_config()
-    shape = (3, 2, 11, cfg.n_kv_head, cfg.head_dim)
+    shape = (2, 11, cfg.n_kv_head, cfg.head_dim)
     like = torch.zeros(1, dtype=torch.float64)
     # memory that was just given back, full of NaN: where an uninitialised cache would come from
     used = [torch.full(shape, math.nan, dtype=like.dtype) for _ in range(8)]
     del used
-    k, v = new_cache(cfg, 3, 2, 11, like)
-    assert k.shape == v.shape == shape and k.dtype == v.dtype == like.dtype
-    assert not k.any() and not v.any()
-    assert k.data_ptr() != v.data_ptr()
+    layers = every_layer(new_cache(cfg, 3, 2, 11, like))
+    assert len({layer.data_ptr() for layer in layers}) == 2 * 3
+    for layer in layers:
+        assert layer.shape == shape and layer.dtype == like.dtype and not layer.any()
 
 
 def test_a_block_at_the_end_of_the_context_has_positions_too():
@@ -360,7 +361,7 @@ def test_logits_equal_those_of_the_public_llama_with_the_same_weights(n_kv_head,
 # decoding: few rows, joined matrices
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (1, 2), (3, 8), (64,), (65,), (2, 40), (1,)])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 2), (3, 8), (64,), (65,), (2, 40), (1,), ()])
 def test_a_product_is_that_of_the_plain_linear_map_for_any_number_of_rows(shape):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(*shape, 24, generator=generator, dtype=torch.float64)

@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 import speculate
 from dflash import DraftConfig, sample_anchors
 from dmtp import ARMS, Drafter, block_loss
-from kit import random_tokens, small_config, small_drafter, small_models
-from model import Llama, join_projections, new_cache
+from kit import every_layer, random_tokens, small_config, small_drafter, small_models
+from model import Llama, join_projections
 from mtp import MTP, MTPLoss, target_losses
 from speculate import (Machine, Rounds, Sampling, acceptance_length, bucket,
                        conditional_acceptance, cumulative_acceptance, decode, distinct_4grams,
@@ -210,7 +210,7 @@ def recompute(m: Machine, text: list[int], pos: int) -> dict[str, Tensor]:
 
 
 def caches(s) -> list[Tensor]:
-    return [*s.target_kv, *s.mtp_kv, *s.draft_kv]
+    return every_layer(s.target_kv, s.mtp_kv, s.draft_kv)
 
 
 @pytest.mark.parametrize("method", ALL_METHODS[1:])
@@ -238,9 +238,8 @@ def test_the_invariant_holds_after_every_round_for_all_accept_counts_in_every_or
             fresh = recompute(m, texts[row], pos)
             assert s.block[row, 0] == texts[row][pos]
             for cache, right in zip(caches(s), caches(fresh)):
-                torch.testing.assert_close(cache[:, row, :pos], right[:, 0, :pos],
-                                           rtol=0, atol=1e-9)
-                cache[:, row, pos:] = 1e3
+                torch.testing.assert_close(cache[row, :pos], right[0, :pos], rtol=0, atol=1e-9)
+                cache[row, pos:] = 1e3
             if m.mtp is not None:
                 torch.testing.assert_close(s.mtp_state[row], fresh.mtp_state[0], rtol=0, atol=1e-9)
     assert set(itertools.pairwise(seen[0])) == set(itertools.product(range(m.n_slots), repeat=2))
@@ -480,8 +479,7 @@ class OneDeviceNoRandomness(TorchDispatchMode):
 
 def tensors(s) -> list[Tensor]:
     """All buffers of a state."""
-    values = [getattr(s, f.name) for f in fields(s)]
-    return [t for v in values for t in (v if isinstance(v, tuple) else (v,))]
+    return tree_leaves([getattr(s, f.name) for f in fields(s)])
 
 
 def on_meta(method: str, **changes) -> Machine:
@@ -562,7 +560,7 @@ def test_rows_at_their_limit_stand_still(small, method):
     with torch.no_grad():
         prefill(m, s, [[1, 2, 3], [4]], 20, 0)
         s.limit.copy_(s.pos)
-        kept = [c[:, row, :n] for c in caches(s) for row, n in ((0, 3), (1, 1))]
+        kept = [c[row, :n] for c in caches(s) for row, n in ((0, 3), (1, 1))]
         held = (s.pos, s.limit, s.block[:, 0], s.mtp_state, *kept)
         before = [t.clone() for t in held]
         for step in round_steps(m) * 2:
@@ -696,9 +694,3 @@ def test_mtp_chain_is_the_head_fed_with_its_own_states(small):
             proposals.append(target.lm_head(h)[0, -1].argmax().item())
             states, tokens = torch.cat((states, h[:, -1:]), dim=1), tokens + proposals[-1:]
     assert s.block[0, 1:].tolist() == proposals
-
-
-def test_a_cache_of_zero_layers_holds_nothing():
-    cfg = small_config()
-    k, v = new_cache(cfg, 0, 2, 10, torch.zeros(1))
-    assert k.numel() == v.numel() == 0
