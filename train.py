@@ -2,6 +2,7 @@
 
     python train.py --ec-mtp                          target with an error-cancelled head, then DMTP
     python train.py --stage drafter --drafter dflash  the baseline drafter, for the same target
+    python train.py --compare standard ec kl          ways to train the head, over paired seeds
 
 Every batch follows from (seed, step) and nothing else. So arms see the same text in the same order,
 and a run that is stopped and resumed gives the losses of one that was not.
@@ -14,10 +15,11 @@ import math
 import os
 import shlex
 import signal
+import statistics
 import sys
 import time
 from contextlib import nullcontext, redirect_stdout
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -28,12 +30,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 
+import compare
 from data import prepare
 from dflash import draft_preset, sample_anchors
 from dmtp import (ARMS, LABELS, Drafter, block_loss, drafter_checkpoint, load_checkpoint,
                   load_target, pick_device, save_checkpoint, start_from, target_checkpoint,
                   to_device)
-from model import MAX_LOGITS, SIZES, Block, Llama, preset
+from model import MAX_LOGITS, SIZES, Block, Config, Llama, preset
 from mtp import LOSSES, MTP, MTPLoss, check_cancels, draft_quality, target_losses
 
 EVAL_WINDOWS = 64
@@ -158,6 +161,7 @@ class Stage:
     mtp: MTP
     mtp_loss: MTPLoss
     drafter: Drafter | None
+    max_logits: int = MAX_LOGITS  # of the target's losses, at a time
 
     def __post_init__(self):
         if self.mtp_loss.mode == "ec":
@@ -175,7 +179,8 @@ def stage_loss(stage: Stage, windows: Tensor, anchors: Tensor | None, labels: st
     A drafter also takes anchors (B, N), on the CPU.
     """
     if stage.drafter is None:
-        losses = target_losses(stage.target, stage.mtp, windows, stage.mtp_loss, measure)
+        losses = target_losses(stage.target, stage.mtp, windows, stage.mtp_loss, measure,
+                               stage.max_logits)
         shown = {"next_loss": losses.next_loss, "mtp_loss": losses.mtp_loss,
                  "agreement": losses.agreement}
         return losses.total, shown if measure else {}
@@ -183,6 +188,12 @@ def stage_loss(stage: Stage, windows: Tensor, anchors: Tensor | None, labels: st
                         measure)
     shown = {"loss": result.loss.detach(), "agreement": result.agreement.mean()}
     return result.loss, shown if measure else {}
+
+
+def autocast(recipe: Recipe, device: torch.device):
+    """The context of a forward pass in the recipe's dtype."""
+    bfloat16 = recipe.dtype == "bfloat16"
+    return torch.autocast(device.type, torch.bfloat16) if bfloat16 else nullcontext()
 
 
 def step_gradients(stage: Stage, recipe: Recipe, windows: Tensor, step: int, micro_batch: int,
@@ -201,12 +212,11 @@ def step_gradients(stage: Stage, recipe: Recipe, windows: Tensor, step: int, mic
         anchors = sample_anchors(len(windows), windows.size(1) - 1, S, recipe.seed, step)
     rank, n_processes = process()
     n = len(windows) // n_processes
-    bfloat16 = recipe.dtype == "bfloat16"
     losses, measures = [], {}
     for first in range(0, n, micro_batch):
         part = slice(rank * n + first, rank * n + min(first + micro_batch, n))
         share = (part.stop - part.start) / n
-        with torch.autocast(device.type, torch.bfloat16) if bfloat16 else nullcontext():
+        with autocast(recipe, device):
             loss, shown = stage_loss(stage, to_device(windows[part], device),
                                      None if anchors is None else anchors[part], recipe.labels,
                                      measure)
@@ -219,6 +229,19 @@ def step_gradients(stage: Stage, recipe: Recipe, windows: Tensor, step: int, mic
         average_over_processes([p.grad for m in stage.trained for p in m.parameters()])
         average_over_processes([total, *measures.values()])
     return total, measures
+
+
+def train_step(stage: Stage, recipe: Recipe, optimizers: list[torch.optim.Optimizer],
+               tokens: np.ndarray, step: int, micro_batch: int | None,
+               measure: bool) -> tuple[Tensor, dict[str, float], Tensor]:
+    """Change the weights by one step; gives its loss (), measures, and gradient norm ()."""
+    T, device = stage.target.cfg.context, next(stage.target.parameters()).device
+    windows = get_batch(tokens, T, recipe.batch, recipe.seed, step)
+    loss, shown = step_gradients(stage, recipe, windows, step, micro_batch or recipe.batch, measure)
+    parameters = [p for module in stage.trained for p in module.parameters()]
+    norm = torch.nn.utils.clip_grad_norm_(parameters, recipe.clip)
+    optimizer_step(optimizers, get_lr(step, recipe), on_cpu=device.type == "cpu")
+    return loss, {name: value.item() for name, value in shown.items()}, norm
 
 
 @torch.no_grad()
@@ -290,10 +313,7 @@ def train(stage: Stage, recipe: Recipe, data: prepare.Dataset, path: Path, state
     device = next(stage.target.parameters()).device
     T = stage.target.cfg.context
     name = path.stem
-    for part, tokens in (("train", data.train), ("val", data.val)):
-        if len(tokens) <= T:
-            raise ValueError(f"{part} has {len(tokens)} tokens, a window needs {T + 1}: prepare "
-                             "more text, or choose a --size with a shorter window")
+    refuse_short({"train": data.train, "val": data.val}, T)
     held_out = eval_batch(data.val, T).to(device)
     optimizers = make_optimizers(stage.trained, recipe)
     first_step = 0
@@ -304,7 +324,6 @@ def train(stage: Stage, recipe: Recipe, data: prepare.Dataset, path: Path, state
     is_first = process()[0] == 0  # which alone writes
     if is_first:
         start_log(path.parent, name, first_step)
-    parameters = [p for module in stage.trained for p in module.parameters()]
     log_every, eval_every = max(1, recipe.steps // 60), min(max(1, recipe.steps // 4), 1000)
     measures: dict[str, float] = {}
     seconds, since = 0.0, first_step
@@ -316,13 +335,9 @@ def train(stage: Stage, recipe: Recipe, data: prepare.Dataset, path: Path, state
             judge = (step + 1) % eval_every == 0 or last
             measure = step % log_every == 0 or judge
             t0 = time.perf_counter()
-            windows = get_batch(data.train, T, recipe.batch, recipe.seed, step)
-            loss, shown = step_gradients(stage, recipe, windows, step, micro_batch or recipe.batch,
-                                         measure)
-            shown = {key: value.item() for key, value in shown.items()}
+            loss, shown, norm = train_step(stage, recipe, optimizers, data.train, step, micro_batch,
+                                           measure)
             refuse_non_finite(shown, step, path)
-            norm = torch.nn.utils.clip_grad_norm_(parameters, recipe.clip)
-            optimizer_step(optimizers, get_lr(step, recipe), on_cpu=device.type == "cpu")
             if measure and device.type == "cuda":
                 torch.cuda.synchronize()
             seconds += time.perf_counter() - t0
@@ -360,6 +375,14 @@ def weights(stage: Stage, state: dict) -> dict:
     if stage.drafter is None:
         return target_checkpoint(stage.target, stage.mtp, state["tokenizer"])
     return drafter_checkpoint(state["name"], stage.drafter, state["target_fingerprint"])
+
+
+def refuse_short(texts: dict[str, np.ndarray], T: int) -> None:
+    """ValueError for a text that has no window of T tokens and one more."""
+    for name, tokens in texts.items():
+        if len(tokens) <= T:
+            raise ValueError(f"{name} has {len(tokens)} tokens, a window needs {T + 1}: give "
+                             "more text, or choose a --size with a shorter window")
 
 
 def refuse_non_finite(measures: dict[str, float], step: int, path: Path) -> None:
@@ -486,15 +509,42 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         help="windows in memory at a time, in each process (default all of a step)")
     add("--compile", action="store_true",
         help="run the layers of target and head through torch.compile")
+    add("--compare", nargs="+", choices=list(compare.SETTINGS), metavar="ARM",
+        help="train targets only, once an arm and seed, and compare them: "
+             + "; ".join(f"{name} ({x.about})" for name, x in compare.SETTINGS.items())
+             + ". A repeated command goes on, and more arms or seeds are added")
+    add("--seeds", type=int, metavar="N",
+        help="seeds of --compare, from --seed on (default 5)")
+    add("--eval", nargs="+", metavar="FILE",
+        help="further texts that --compare judges on: .txt and .jsonl, also .gz")
     args = parser.parse_args(argv)
+    check_compare_flags(parser, args)
     args.mtp_loss = args.mtp_loss or "ec"
-    for name in ("steps", "drafter_steps", "batch", "lr", "micro_batch"):
+    for name in ("steps", "drafter_steps", "batch", "lr", "micro_batch", "seeds"):
         value = getattr(args, name)
         if value is not None and value <= 0:
             parser.error(f"--{name.replace('_', '-')} is {value}: it must be positive")
     if not 0 <= args.seed < 2 ** 63:
         parser.error(f"--seed is {args.seed}, allowed: 0 to 2^63 - 1")
     return args
+
+
+def check_compare_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Exit with a message where flags do not go with --compare, or not without it."""
+    def given(*names: str) -> str:
+        return ", ".join(f"--{name.replace('_', '-')}" for name in names
+                         if getattr(args, name) != parser.get_default(name))
+
+    if not args.compare:
+        if alone := given("seeds", "eval"):
+            parser.error(f"{alone}: only with --compare")
+        return
+    if twice := [arm for i, arm in enumerate(args.compare) if arm in args.compare[:i]]:
+        parser.error(f"--compare has {twice[0]} twice: name each arm once")
+    if senseless := given("mtp_loss", "stage", "drafter", "init_from", "drafter_steps", "labels",
+                          "resume", "compile"):
+        parser.error(f"--compare trains targets only, each arm with its own loss, and goes on by "
+                     f"itself: leave out {senseless}")
 
 
 def ready_data(name: str | None) -> str:
@@ -524,18 +574,22 @@ def make_recipe(args: argparse.Namespace, defaults: Defaults, steps: int | None,
                   momentum=defaults.momentum, beta1=defaults.beta1 if muon else 0.9)
 
 
+def differing(there: dict, asked: dict) -> str:
+    """The settings that differ, with both values; "" if none does."""
+    return ", ".join(f"{k} {there.get(k)} (there) / {asked.get(k)} (asked)"
+                     for k in sorted(there.keys() | asked.keys()) if there.get(k) != asked.get(k))
+
+
 def earlier_run(path: Path, kind: str, settings: dict, args: argparse.Namespace) -> dict:
     """The checkpoint to go on from, or {} to start; ValueError if one is in the way."""
     if not path.exists() or (args.overwrite and not args.resume):
         return {}
     checkpoint = load_checkpoint(path, kind, f"python train.py --overwrite --out {path.parent}")
-    there = checkpoint.get("settings", {})
-    differ = [f"{k} {there.get(k)} (there) / {settings.get(k)} (asked)"
-              for k in sorted(there.keys() | settings.keys()) if there.get(k) != settings.get(k)]
+    differ = differing(checkpoint.get("settings", {}), settings)
     if differ and args.overwrite:
         return {}
     if differ:
-        raise ValueError(f"{path} holds another {kind}: {', '.join(differ)}. "
+        raise ValueError(f"{path} holds another {kind}: {differ}. "
                          "Choose another --out, the same settings, or --overwrite")
     if checkpoint["training"] and not args.resume:
         raise ValueError(f"{path} stopped at step {checkpoint['training']['step']}: "
@@ -553,11 +607,15 @@ def report(title: str, measures: dict[str, float], seconds: float) -> None:
         print(f"  peak memory {peak:17.2f}   GiB that the GPU's allocator held at most, so far")
 
 
+def pick_size(args: argparse.Namespace, data: prepare.Dataset, device: torch.device) -> str:
+    large = device.type == "cuda" and data.tokenizer["vocab_size"] >= 8192
+    return args.size or ("10m" if large else "tiny")
+
+
 def run_target(args: argparse.Namespace, data: prepare.Dataset, device: torch.device) -> None:
     """The first stage: out/target.pt, trained here unless it is there."""
-    vocab_size = data.tokenizer["vocab_size"]
-    size = args.size or ("10m" if device.type == "cuda" and vocab_size >= 8192 else "tiny")
-    cfg, mtp_loss = preset(size, vocab_size), MTPLoss(args.mtp_loss)
+    size = pick_size(args, data, device)
+    cfg, mtp_loss = preset(size, data.tokenizer["vocab_size"]), MTPLoss(args.mtp_loss)
     recipe = make_recipe(args, TARGET_DEFAULTS[size], args.steps)
     settings = {"size": size, "data": data.meta["digests"]["train.bin"]}
     settings |= asdict(mtp_loss) | asdict(recipe)
@@ -624,6 +682,169 @@ def run_drafter(args: argparse.Namespace, data: prepare.Dataset, device: torch.d
     report(f"drafter {args.drafter}", measures, time.perf_counter() - start)
 
 
+# ----------------------------------------------------------------------------------------------
+# arms over paired seeds
+
+
+COST_TURNS, COST_STEPS = 7, 2  # turns of each arm, in alternation; steps a turn
+
+
+def run_compare(args: argparse.Namespace, data: prepare.Dataset, device: torch.device) -> None:
+    """out/compare.json and its tables: every arm with every seed, as far as not done before."""
+    if process()[1] > 1:
+        raise ValueError("--compare runs in one process: start it without torchrun")
+    size, path = pick_size(args, data, device), args.out / "compare.json"
+    cfg = preset(size, data.tokenizer["vocab_size"])
+    recipe = make_recipe(args, TARGET_DEFAULTS[size], args.steps)
+    eval_paths = compare.read_eval(args.eval or [])
+    settings = {"size": size, "data": data.meta["digests"]["train.bin"], "device": device.type,
+                "eval": {name: prepare.file_digest(p) for name, p in eval_paths.items()},
+                "eval_windows": EVAL_WINDOWS, "micro_batch": args.micro_batch, **asdict(recipe)}
+    del settings["seed"]  # each run has its own
+    result = {} if args.overwrite else compare.load_result(path)
+    if result and (differ := differing(result["settings"], settings)):
+        raise ValueError(f"{path} holds another comparison: {differ}. "
+                         "Choose another --out, the same settings, or --overwrite")
+    texts = {name: compare.encode_file(p, data.tokenizer) for name, p in eval_paths.items()}
+    texts = {"val": data.val, **texts}
+    refuse_short({"train": data.train, **texts}, cfg.context)
+    held_out = {name: eval_batch(tokens, cfg.context).to(device) for name, tokens in texts.items()}
+    seeds = range(args.seed, args.seed + (args.seeds or 5))
+    print(f"compare   {size}: {', '.join(args.compare)}; seeds {seeds[0]} to {seeds[-1]}")
+    print(f"recipe    {describe(recipe, cfg.context).rpartition(', seed')[0]}, every run")
+    result = result or {"settings": settings, "runs": []}
+    compare.save_result(path, result)
+    with CtrlC() as ctrl_c:
+        run_arms(args.compare, seeds, cfg, recipe, data, held_out, path, result, ctrl_c,
+                 args.micro_batch)
+        result["baseline"] = compare.baseline_of(args.compare)
+        result["paired"] = compare.paired(result["runs"], args.compare, seeds)
+        if list(result.get("cost", {})) != args.compare:
+            result["cost"] = measure_costs(args.compare, cfg, recipe, data, device, ctrl_c,
+                                           args.micro_batch)
+    compare.save_result(path, result)
+    report_comparison(result, args.compare, seeds, recipe, cfg.context, device)
+
+
+def run_arms(arms: list[str], seeds: range, cfg: Config, recipe: Recipe, data: prepare.Dataset,
+             held_out: dict[str, Tensor], path: Path, result: dict, ctrl_c: CtrlC,
+             micro_batch: int | None) -> None:
+    """Train and judge the arms in turn, seed by seed; path is written after each run.
+
+    What result["runs"] has is left out, what is new is added. KeyboardInterrupt if asked.
+    """
+    device = held_out["val"].device
+    runs = [(seed, arm) for seed in seeds for arm in arms]
+    finished = {(run["seed"], run["arm"]) for run in result["runs"]}
+    n_done = sum(run in finished for run in runs)
+    log_every = max(1, recipe.steps // 60)
+    with tqdm(total=len(runs) * recipe.steps, initial=n_done * recipe.steps, unit="step",
+              disable=None, dynamic_ncols=True) as bar:
+        for seed, arm in runs:
+            if (seed, arm) in finished:
+                continue
+            own = replace(recipe, seed=seed)
+            stage = start_arm([arm], cfg, seed, device)[0]
+            optimizers = make_optimizers(stage.trained, own)
+            for step in range(own.steps):
+                last = step + 1 == own.steps
+                measure = step % log_every == 0 or last
+                loss, shown, norm = train_step(stage, own, optimizers, data.train, step,
+                                               micro_batch, measure)
+                if last:
+                    shown |= {"loss": loss.item(), "gradient norm": norm.item()}
+                refuse_non_finite(shown, step, path)
+                if measure:
+                    bar.set_postfix_str(f"{arm}, seed {seed} | next_loss {shown['next_loss']:.3f}")
+                bar.update()
+                if ctrl_c.anywhere() and not last:
+                    raise KeyboardInterrupt(f"stopped in the run of {arm} with seed {seed}; {n_done} "
+                                            f"of {len(runs)} runs are in {path}")
+            rows = [{"arm": arm, "seed": seed, "file": name, **evaluate(stage, windows, own)}
+                    for name, windows in held_out.items()]
+            for row in rows:
+                refuse_non_finite({m: row[m] for m in compare.MEASURES}, step, path)
+            result["runs"] += rows
+            n_done += 1
+            compare.save_result(path, result)
+            bar.write(f"{arm:10} seed {seed} | " + describe_measures(
+                {m: rows[0][m] for m in compare.MEASURES}, 4))
+
+
+def start_arm(arms: list[str], cfg: Config, seed: int, device: torch.device) -> list[Stage]:
+    """A stage for each of the arms, on the same models: those of a seed, untrained."""
+    torch.manual_seed(seed)
+    target, mtp = Llama(cfg).to(device), MTP(cfg).to(device)
+    settings = [compare.SETTINGS[arm] for arm in arms]
+    return [Stage(target, mtp, x.loss, drafter=None, max_logits=x.max_logits) for x in settings]
+
+
+def measure_costs(arms: list[str], cfg: Config, recipe: Recipe, data: prepare.Dataset,
+                  device: torch.device, ctrl_c: CtrlC, micro_batch: int | None) -> dict:
+    """{arm: tokens/s, its ratio to the baseline, bytes}: steps of all arms in turn, as one process.
+
+    All arms train the same models, for no value of a weight changes what a step costs. Turns go
+    forwards and backwards through the arms, the first one is a warm-up. peak_bytes is the most
+    that a GPU's allocator gave out in a step, None on a CPU.
+    """
+    stages = dict(zip(arms, start_arm(arms, cfg, recipe.seed, device)))
+    optimizers = make_optimizers(stages[arms[0]].trained, recipe)
+    on_gpu, speeds = device.type == "cuda", {arm: [] for arm in arms}
+    cost = {arm: {"peak_bytes": None} for arm in arms}
+    for turn in tqdm(range(1 + COST_TURNS), desc="cost", unit="turn", disable=None):
+        for arm in reversed(arms) if turn % 2 else arms:
+            if on_gpu:
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+            start = time.perf_counter()
+            for _ in range(COST_STEPS):
+                train_step(stages[arm], recipe, optimizers, data.train, 0, micro_batch, False)
+            if on_gpu:
+                torch.cuda.synchronize()
+                cost[arm]["peak_bytes"] = torch.cuda.max_memory_allocated()
+            seconds = time.perf_counter() - start
+            if turn:
+                speeds[arm].append(COST_STEPS * recipe.batch * cfg.context / seconds)
+            if ctrl_c.anywhere():
+                raise KeyboardInterrupt("stopped while measuring the cost; all runs are finished")
+    n = min(micro_batch or recipe.batch, recipe.batch)
+    windows = to_device(get_batch(data.train, cfg.context, n, recipe.seed, 0), device)
+    for arm in arms:
+        with autocast(recipe, device):
+            cost[arm]["saved_bytes"] = compare.saved_bytes(
+                lambda: stage_loss(stages[arm], windows, None, recipe.labels, False)[0])
+        cost[arm]["tokens_per_s"] = statistics.median(speeds[arm])
+        cost[arm]["ratio"] = compare.interval(
+            [a / b for a, b in zip(speeds[arm], speeds[compare.baseline_of(arms)])])
+    return cost
+
+
+def report_comparison(result: dict, arms: list[str], seeds: range, recipe: Recipe, T: int,
+                      device: torch.device) -> None:
+    base, n = compare.baseline_of(arms), len(seeds)
+    print("\nmeasures")
+    for name in compare.MEASURES:
+        print(f"  {name:20} {MEANING[name]}")
+    for arm in arms:
+        print(f"  arm {arm:16} {compare.SETTINGS[arm].about}")
+    for file in result["paired"]:
+        print(f"\n{file}: {EVAL_WINDOWS} windows of {T} tokens, means over {n} seeds\n"
+              + compare.mean_table(result["runs"], file, arms, seeds))
+        if len(arms) > 1:
+            print(f"\n{file}: differences to {base} of the same seed, mean"
+                  + (f" +- t(0.975, {n - 1}) sd / sqrt({n}) = {compare.t_quantile(n - 1):.3f} sd / "
+                     f"sqrt({n});\nnot resolved: 0 is inside" if n > 1 else
+                     "; one seed has no interval") + "\n"
+                  + compare.difference_table(result["paired"][file]))
+    n_windows = min(recipe.batch, result["settings"]["micro_batch"] or recipe.batch)
+    print(f"\ncost of training: steps of {recipe.batch} windows of {T} tokens, {recipe.dtype}, "
+          f"{device}, {torch.get_num_threads()} threads\n"
+          f"tokens/s: median of {COST_TURNS} turns of {COST_STEPS} steps, the arms in turn; beside "
+          f"it the mean ratio\nof the pairs, with its 95% interval | peak: that the GPU's allocator "
+          f"gave out in a step\nsaved: what autograd holds for backward of {n_windows} windows, "
+          f"weights included, each storage once\n" + compare.cost_table(result["cost"], base))
+
+
 def compile_blocks(*models: nn.Module) -> None:
     """Compile their decoder layers in place, all at once, as they are one piece of code; what is
     around them gains little. ValueError where torch.compile cannot."""
@@ -666,6 +887,9 @@ def run(args: argparse.Namespace) -> None:
     print(f"data      {args.data}: {len(data.train) / 1e6:.2f}M tokens to train on, "
           f"{len(data.val) / 1e6:.2f}M held out, vocabulary {data.tokenizer['vocab_size']}")
     args.out.mkdir(parents=True, exist_ok=True)
+    if args.compare:
+        run_compare(args, data, device)
+        return
     if args.stage != "drafter":
         run_target(args, data, device)
     if args.stage != "target":
@@ -690,7 +914,11 @@ def main(argv: list[str] | None = None) -> int:
         words = sys.argv[1:] if argv is None else argv
         start = ["python"] if process()[1] == 1 else ["torchrun", "--nproc-per-node",
                                                       str(process()[1])]
-        again = shlex.join([*start, "train.py", *words, *["--resume"][:"--resume" not in words]])
+        if args.compare:  # goes on by itself, and would begin again with --overwrite
+            words = [word for word in words if not word.startswith("--ov")]
+        elif "--resume" not in words:
+            words = [*words, "--resume"]
+        again = shlex.join([*start, "train.py", *words])
         if speaker is None:
             print(f"\n{e or 'stopped'}. Go on with: {again}", file=sys.stderr)
         return 130

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-ORDER = ["data/prepare.py", "model.py", "mtp.py", "dflash.py", "dmtp.py", "train.py",
-         "speculate.py"]
+ORDER = ["data/prepare.py", "model.py", "mtp.py", "dflash.py", "dmtp.py", "compare.py",
+         "train.py", "speculate.py"]
 PACKAGES = {"torch", "numpy", "tiktoken", "tqdm"}
 
 
