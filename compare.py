@@ -8,13 +8,13 @@ train.py trains and measures. Its compare.json, from which all tables are made, 
 
     settings   what all runs have in common; another run may only be added if it has it too
     runs       [{arm, seed, file, next_loss, tv, ..}], one for each run and each held-out text
-    baseline   the arm that the others are compared with
+    baseline   the arm that the others are compared with: standard, or the first one
     paired     {file: {arm: {measure: {mean, half_width, n}}}}, differences to the baseline
-    cost       {arm: {tokens_per_s, ratio, peak_bytes, saved_bytes}}
+    cost       {arm: {tokens_per_s, ratio, peak_bytes, saved_bytes}}, and cost_on, the processor
 
 The interval by hand, for the differences 1, 2 and 3 of three seeds: their mean is 2, their standard
-deviation 1, and t(0.975, 2) = 4.303; so it is 2 +- 4.303 x 1 / sqrt(3) = 2 +- 2.484, which does not
-hold 0: the difference is resolved.
+deviation 1, and t(0.975, 2) = 4.303; so it is 2 +- 4.303 x 1 / sqrt(3) = 2 +- 2.484. That holds 0:
+not resolved, by three seeds. The same differences from six seeds, 1, 1, 2, 2, 3 and 3, would be.
 """
 
 import json
@@ -34,7 +34,8 @@ from data import prepare
 from mtp import MTPLoss
 
 MEASURES = ("next_loss", "tv", "accept_sampled", "accept_greedy", "accept_argmax_draft")
-WIDTH = 41  # columns of a chart; its middle is 0
+COST_TURNS, COST_STEPS = 7, 2  # turns of each arm, in alternation; steps a turn
+WIDTH = 41                     # columns of a chart; its middle is 0
 
 
 class Setting(NamedTuple):
@@ -190,13 +191,19 @@ def save_result(path: Path, result: dict) -> None:
 # tables
 
 
+def says(arm: str, measure: str) -> bool:
+    """Whether a measure of an arm says anything: of an untrained head only next_loss does."""
+    return measure == "next_loss" or SETTINGS[arm].loss.weight > 0
+
+
 def mean_table(runs: list[dict], file: str, arms: list[str], seeds: range) -> str:
     """A line an arm: its measures on a text, averaged over the seeds."""
-    lines = ["arm         " + "".join(f"{m:>21}" for m in MEASURES)]
+    lines = [f"{'arm':12}" + "".join(f"  {m:>9}" for m in MEASURES)]
     for arm in arms:
         mine = [r for r in runs if (r["file"], r["arm"]) == (file, arm) and r["seed"] in seeds]
-        means = [statistics.fmean(run[m] for run in mine) for m in MEASURES]
-        lines.append(f"{arm:12}" + "".join(f"{mean:21.4f}" for mean in means))
+        means = {m: f"{statistics.fmean(run[m] for run in mine):.4f}" for m in MEASURES}
+        lines.append(f"{arm:12}" + "".join(f"  {x if says(arm, m) else '-':>{max(9, len(m))}}"
+                                           for m, x in means.items()))
     return "\n".join(lines)
 
 
@@ -213,14 +220,16 @@ def chart(found: dict, extent: float) -> str:
     return "".join(cells)
 
 
-def difference_table(differences: dict) -> str:
+def difference_table(differences: dict, base: str) -> str:
     """A line for each measure and arm of {arm: {measure: interval}}; each measure has its scale."""
     lines = []
     for m in MEASURES:
-        found = {arm: of_arm[m] for arm, of_arm in differences.items()}
+        found = {arm: of_arm[m] for arm, of_arm in differences.items()
+                 if says(arm, m) and says(base, m)}
+        if not found:
+            continue
         extent = max(abs(x["mean"]) + (x["half_width"] or 0.0) for x in found.values()) or 1.0
-        ends = f"{-extent:<+{WIDTH // 2}.4f}0{extent:>+{WIDTH // 2}.4f}"
-        lines.append(f"{m:46} {ends}")
+        lines.append(f"{m:46} {-extent:<+{WIDTH // 2}.4f}0{extent:>+{WIDTH // 2}.4f}")
         for arm, x in found.items():
             width = "" if x["half_width"] is None else f"+- {x['half_width']:.4f}"
             lines.append(f"  {arm:11}{x['mean']:+9.4f} {width:10} {verdict(x):12} "
@@ -230,18 +239,46 @@ def difference_table(differences: dict) -> str:
 
 def cost_table(cost: dict, base: str) -> str:
     """A line an arm: speed and memory, and both against the baseline."""
-    lines = [f"{'arm':12}{'tokens/s':>10}   {'to ' + base:30}{'peak GiB':>10}{'saved GiB':>11}"
+    lines = [f"{'arm':10}{'tokens/s':>10}   {'to ' + base:30}{'peak MiB':>10}{'saved MiB':>11}"
              f"   to {base}"]
     for arm, of_arm in cost.items():
-        peak = of_arm["peak_bytes"]
-        line = f"{arm:12}{of_arm['tokens_per_s']:10.0f}   "
+        speed = memory = ""
         if arm != base:
-            x = of_arm["ratio"]
-            line += f"{x['mean'] - 1:+7.1%} +- {x['half_width']:5.1%}  "
-            line += "" if abs(x["mean"] - 1) > x["half_width"] else "not resolved"
-        line = f"{line:55}{'-' if peak is None else f'{peak / 2 ** 30:.3f}':>10}"
-        line += f"{of_arm['saved_bytes'] / 2 ** 30:11.3f}"
-        if arm != base:
-            line += f"   {of_arm['saved_bytes'] / cost[base]['saved_bytes'] - 1:+.1%}"
-        lines.append(line)
+            ratio = of_arm["ratio"]
+            change = ratio | {"mean": ratio["mean"] - 1}
+            speed = f"{change['mean']:+7.1%} +- {ratio['half_width']:5.1%}  {verdict(change)}"
+            memory = f"{of_arm['saved_bytes'] / cost[base]['saved_bytes'] - 1:+.1%}"
+        peak = "-" if of_arm["peak_bytes"] is None else f"{of_arm['peak_bytes'] / 2 ** 20:.1f}"
+        saved = of_arm["saved_bytes"] / 2 ** 20
+        lines.append(f"{arm:10}{of_arm['tokens_per_s']:10.0f}   {speed:30}{peak:>10}{saved:11.1f}"
+                     f"   {memory}".rstrip())
     return "\n".join(lines)
+
+
+def report(result: dict, arms: list[str], seeds: range, meaning: dict[str, str]) -> None:
+    """Print all tables of compare.json, each with what its numbers mean."""
+    settings, base, n = result["settings"], result["baseline"], len(seeds)
+    T, batch = settings["context"], settings["batch"]
+    print("\nmeasures, and arms")
+    for m in MEASURES:
+        print(f"  {m:20} {meaning[m]}")
+    for arm in arms:
+        print(f"  {arm:20} {SETTINGS[arm].about}")
+    for file, differences in result["paired"].items():
+        print(f"\n{file}: {settings['eval_windows']} windows of {T} tokens, means over the seeds "
+              f"{seeds[0]} to {seeds[-1]}\n{mean_table(result['runs'], file, arms, seeds)}")
+        if not differences:
+            continue
+        print(f"\n{file}: differences to {base} of the same seed, mean over {n}"
+              + (f" +- {t_quantile(n - 1):.3f} sd / sqrt({n}),\nthe 95% interval (Student's t); "
+                 "not resolved: it holds 0. Chart: | mean, - interval, : zero" if n > 1 else
+                 "\n(one seed has no interval). Chart: | difference, : zero"))
+        print(difference_table(differences, base))
+    n_windows = min(batch, settings["micro_batch"] or batch)
+    print(f"\ncost of training: {batch} windows of {T} tokens a step, {settings['dtype']}, "
+          f"{result['cost_on']}\n"
+          f"tokens/s: median of {COST_TURNS} turns of {COST_STEPS} steps, the arms in turn; then "
+          "the mean change of a turn's speed\nand its 95% interval | peak: what a GPU's allocator "
+          "gave out at most in a step | saved: what\nautograd holds for the backward pass of "
+          f"{n_windows} windows, weights included, each storage once")
+    print(cost_table(result["cost"], base))

@@ -385,12 +385,13 @@ def refuse_short(texts: dict[str, np.ndarray], T: int) -> None:
                              "more text, or choose a --size with a shorter window")
 
 
-def refuse_non_finite(measures: dict[str, float], step: int, path: Path) -> None:
+def refuse_non_finite(measures: dict[str, float], step: int, path: Path,
+                      title: str = "") -> None:
     """ValueError, before anything is saved, if a loss or a measure is infinite or not a number."""
     for name, value in measures.items():
         if not math.isfinite(value):
-            raise ValueError(f"{name} is {value} at step {step}: {path} keeps what was saved "
-                             "before, if anything; try a lower --lr, or --dtype float32")
+            raise ValueError(f"{title}{name} is {value} at step {step}: {path} keeps what was "
+                             "saved before, if anything; try a lower --lr, or --dtype float32")
 
 
 def describe_measures(measures: dict[str, float], digits: int) -> str:
@@ -524,8 +525,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         value = getattr(args, name)
         if value is not None and value <= 0:
             parser.error(f"--{name.replace('_', '-')} is {value}: it must be positive")
-    if not 0 <= args.seed < 2 ** 63:
-        parser.error(f"--seed is {args.seed}, allowed: 0 to 2^63 - 1")
+    last_seed = args.seed + (args.seeds or 5) - 1 if args.compare else args.seed
+    if not 0 <= args.seed <= last_seed < 2 ** 63:
+        parser.error(f"--seed is {args.seed}, allowed: 0 to 2^63 - {1 + last_seed - args.seed}")
     return args
 
 
@@ -686,9 +688,6 @@ def run_drafter(args: argparse.Namespace, data: prepare.Dataset, device: torch.d
 # arms over paired seeds
 
 
-COST_TURNS, COST_STEPS = 7, 2  # turns of each arm, in alternation; steps a turn
-
-
 def run_compare(args: argparse.Namespace, data: prepare.Dataset, device: torch.device) -> None:
     """out/compare.json and its tables: every arm with every seed, as far as not done before."""
     if process()[1] > 1:
@@ -697,81 +696,86 @@ def run_compare(args: argparse.Namespace, data: prepare.Dataset, device: torch.d
     cfg = preset(size, data.tokenizer["vocab_size"])
     recipe = make_recipe(args, TARGET_DEFAULTS[size], args.steps)
     eval_paths = compare.read_eval(args.eval or [])
-    settings = {"size": size, "data": data.meta["digests"]["train.bin"], "device": device.type,
-                "eval": {name: prepare.file_digest(p) for name, p in eval_paths.items()},
-                "eval_windows": EVAL_WINDOWS, "micro_batch": args.micro_batch, **asdict(recipe)}
+    settings = {"size": size, "device": device.type, "data": data.meta["digests"]["train.bin"],
+                "eval val": data.meta["digests"]["val.bin"],
+                **{f"eval {name}": prepare.file_digest(p) for name, p in eval_paths.items()},
+                "eval_windows": EVAL_WINDOWS, "context": cfg.context,
+                "micro_batch": args.micro_batch, **asdict(recipe)}
     del settings["seed"]  # each run has its own
     result = {} if args.overwrite else compare.load_result(path)
     if result and (differ := differing(result["settings"], settings)):
         raise ValueError(f"{path} holds another comparison: {differ}. "
                          "Choose another --out, the same settings, or --overwrite")
-    texts = {name: compare.encode_file(p, data.tokenizer) for name, p in eval_paths.items()}
-    texts = {"val": data.val, **texts}
+    texts = {"val": data.val}
+    texts |= {name: compare.encode_file(p, data.tokenizer) for name, p in eval_paths.items()}
     refuse_short({"train": data.train, **texts}, cfg.context)
     held_out = {name: eval_batch(tokens, cfg.context).to(device) for name, tokens in texts.items()}
     seeds = range(args.seed, args.seed + (args.seeds or 5))
-    print(f"compare   {size}: {', '.join(args.compare)}; seeds {seeds[0]} to {seeds[-1]}")
-    print(f"recipe    {describe(recipe, cfg.context).rpartition(', seed')[0]}, every run")
+    print(f"compare   {size}, {len(seeds)} seeds of each: {', '.join(args.compare)}")
+    print(f"recipe    {describe(recipe, cfg.context)} and on")
     result = result or {"settings": settings, "runs": []}
     compare.save_result(path, result)
     with CtrlC() as ctrl_c:
-        run_arms(args.compare, seeds, cfg, recipe, data, held_out, path, result, ctrl_c,
-                 args.micro_batch)
+        run_arms(args, seeds, cfg, recipe, data.train, held_out, path, result, ctrl_c)
         result["baseline"] = compare.baseline_of(args.compare)
         result["paired"] = compare.paired(result["runs"], args.compare, seeds)
         if list(result.get("cost", {})) != args.compare:
-            result["cost"] = measure_costs(args.compare, cfg, recipe, data, device, ctrl_c,
-                                           args.micro_batch)
+            result["cost"] = measure_costs(args, cfg, recipe, data.train, device, ctrl_c)
+            on_gpu = device.type == "cuda"
+            result["cost_on"] = (torch.cuda.get_device_name(device) if on_gpu else
+                                 f"CPU, {torch.get_num_threads()} threads")
     compare.save_result(path, result)
-    report_comparison(result, args.compare, seeds, recipe, cfg.context, device)
+    compare.report(result, args.compare, seeds, MEANING)
 
 
-def run_arms(arms: list[str], seeds: range, cfg: Config, recipe: Recipe, data: prepare.Dataset,
-             held_out: dict[str, Tensor], path: Path, result: dict, ctrl_c: CtrlC,
-             micro_batch: int | None) -> None:
-    """Train and judge the arms in turn, seed by seed; path is written after each run.
+def run_arms(args: argparse.Namespace, seeds: range, cfg: Config, recipe: Recipe,
+             tokens: np.ndarray, held_out: dict[str, Tensor], path: Path, result: dict,
+             ctrl_c: CtrlC) -> None:
+    """Train and judge the arms in turn, seed by seed, and write result to path after each run.
 
-    What result["runs"] has is left out, what is new is added. KeyboardInterrupt if asked.
+    Runs that result has are left out. KeyboardInterrupt if asked.
     """
-    device = held_out["val"].device
-    runs = [(seed, arm) for seed in seeds for arm in arms]
+    runs = [(seed, arm) for seed in seeds for arm in args.compare]
     finished = {(run["seed"], run["arm"]) for run in result["runs"]}
-    n_done = sum(run in finished for run in runs)
-    log_every = max(1, recipe.steps // 60)
+    left = [run for run in runs if run not in finished]
+    n_done = len(runs) - len(left)
     with tqdm(total=len(runs) * recipe.steps, initial=n_done * recipe.steps, unit="step",
               disable=None, dynamic_ncols=True) as bar:
-        for seed, arm in runs:
-            if (seed, arm) in finished:
-                continue
+        for seed, arm in left:
+            stage = start_arms([arm], cfg, seed, held_out["val"].device)[0]
             own = replace(recipe, seed=seed)
-            stage = start_arm([arm], cfg, seed, device)[0]
-            optimizers = make_optimizers(stage.trained, own)
-            for step in range(own.steps):
-                last = step + 1 == own.steps
-                measure = step % log_every == 0 or last
-                loss, shown, norm = train_step(stage, own, optimizers, data.train, step,
-                                               micro_batch, measure)
-                if last:
-                    shown |= {"loss": loss.item(), "gradient norm": norm.item()}
-                refuse_non_finite(shown, step, path)
-                if measure:
-                    bar.set_postfix_str(f"{arm}, seed {seed} | next_loss {shown['next_loss']:.3f}")
-                bar.update()
-                if ctrl_c.anywhere() and not last:
-                    raise KeyboardInterrupt(f"stopped in the run of {arm} with seed {seed}; {n_done} "
-                                            f"of {len(runs)} runs are in {path}")
-            rows = [{"arm": arm, "seed": seed, "file": name, **evaluate(stage, windows, own)}
-                    for name, windows in held_out.items()]
-            for row in rows:
-                refuse_non_finite({m: row[m] for m in compare.MEASURES}, step, path)
-            result["runs"] += rows
-            n_done += 1
+            train_arm(stage, own, tokens, args.micro_batch, f"{arm}, seed {seed}", path, bar,
+                      ctrl_c)
+            for name, windows in held_out.items():
+                measures = evaluate(stage, windows, own)
+                refuse_non_finite(measures, own.steps - 1, path, f"{arm}, seed {seed}, {name}: ")
+                result["runs"].append({"arm": arm, "seed": seed, "file": name, **measures})
+                if name == "val":
+                    bar.write(f"{arm:10} seed {seed} | " + describe_measures(
+                        {m: measures[m] for m in compare.MEASURES[:4]}, 4))
             compare.save_result(path, result)
-            bar.write(f"{arm:10} seed {seed} | " + describe_measures(
-                {m: rows[0][m] for m in compare.MEASURES}, 4))
 
 
-def start_arm(arms: list[str], cfg: Config, seed: int, device: torch.device) -> list[Stage]:
+def train_arm(stage: Stage, recipe: Recipe, tokens: np.ndarray, micro_batch: int | None,
+              title: str, path: Path, bar: tqdm, ctrl_c: CtrlC) -> None:
+    """One run of the recipe, from the start to the end. KeyboardInterrupt if asked before."""
+    optimizers = make_optimizers(stage.trained, recipe)
+    log_every = max(1, recipe.steps // 60)
+    for step in range(recipe.steps):
+        last = step + 1 == recipe.steps
+        measure = step % log_every == 0 or last
+        loss, shown, norm = train_step(stage, recipe, optimizers, tokens, step, micro_batch,
+                                       measure)
+        bar.update()
+        if measure:
+            checked = shown | {"loss": loss.item(), "gradient norm": norm.item()}
+            refuse_non_finite(checked, step, path, f"{title}: ")
+            bar.set_postfix_str(f"{title} | next_loss {shown['next_loss']:.3f}")
+        if ctrl_c.anywhere() and not last:
+            raise KeyboardInterrupt(f"stopped in the run of {title}; {path} has those before")
+
+
+def start_arms(arms: list[str], cfg: Config, seed: int, device: torch.device) -> list[Stage]:
     """A stage for each of the arms, on the same models: those of a seed, untrained."""
     torch.manual_seed(seed)
     target, mtp = Llama(cfg).to(device), MTP(cfg).to(device)
@@ -779,70 +783,44 @@ def start_arm(arms: list[str], cfg: Config, seed: int, device: torch.device) -> 
     return [Stage(target, mtp, x.loss, drafter=None, max_logits=x.max_logits) for x in settings]
 
 
-def measure_costs(arms: list[str], cfg: Config, recipe: Recipe, data: prepare.Dataset,
-                  device: torch.device, ctrl_c: CtrlC, micro_batch: int | None) -> dict:
+def measure_costs(args: argparse.Namespace, cfg: Config, recipe: Recipe, tokens: np.ndarray,
+                  device: torch.device, ctrl_c: CtrlC) -> dict[str, dict]:
     """{arm: tokens/s, its ratio to the baseline, bytes}: steps of all arms in turn, as one process.
 
     All arms train the same models, for no value of a weight changes what a step costs. Turns go
     forwards and backwards through the arms, the first one is a warm-up. peak_bytes is the most
     that a GPU's allocator gave out in a step, None on a CPU.
     """
-    stages = dict(zip(arms, start_arm(arms, cfg, recipe.seed, device)))
+    arms, on_gpu = args.compare, device.type == "cuda"
+    stages = dict(zip(arms, start_arms(arms, cfg, recipe.seed, device)))
     optimizers = make_optimizers(stages[arms[0]].trained, recipe)
-    on_gpu, speeds = device.type == "cuda", {arm: [] for arm in arms}
-    cost = {arm: {"peak_bytes": None} for arm in arms}
-    for turn in tqdm(range(1 + COST_TURNS), desc="cost", unit="turn", disable=None):
+    speeds, cost = {arm: [] for arm in arms}, {arm: {"peak_bytes": None} for arm in arms}
+    for turn in tqdm(range(1 + compare.COST_TURNS), desc="cost", unit="turn", disable=None):
         for arm in reversed(arms) if turn % 2 else arms:
             if on_gpu:
-                torch.cuda.synchronize()
-                torch.cuda.reset_peak_memory_stats()
+                torch.cuda.synchronize(device)
+                torch.cuda.reset_peak_memory_stats(device)
             start = time.perf_counter()
-            for _ in range(COST_STEPS):
-                train_step(stages[arm], recipe, optimizers, data.train, 0, micro_batch, False)
+            for _ in range(compare.COST_STEPS):
+                train_step(stages[arm], recipe, optimizers, tokens, 0, args.micro_batch, False)
             if on_gpu:
-                torch.cuda.synchronize()
-                cost[arm]["peak_bytes"] = torch.cuda.max_memory_allocated()
+                torch.cuda.synchronize(device)
+                cost[arm]["peak_bytes"] = torch.cuda.max_memory_allocated(device)
             seconds = time.perf_counter() - start
             if turn:
-                speeds[arm].append(COST_STEPS * recipe.batch * cfg.context / seconds)
+                speeds[arm].append(compare.COST_STEPS * recipe.batch * cfg.context / seconds)
             if ctrl_c.anywhere():
                 raise KeyboardInterrupt("stopped while measuring the cost; all runs are finished")
-    n = min(micro_batch or recipe.batch, recipe.batch)
-    windows = to_device(get_batch(data.train, cfg.context, n, recipe.seed, 0), device)
+    n = min(args.micro_batch or recipe.batch, recipe.batch)
+    windows = to_device(get_batch(tokens, cfg.context, n, recipe.seed, 0), device)
+    base = speeds[compare.baseline_of(arms)]
     for arm in arms:
         with autocast(recipe, device):
             cost[arm]["saved_bytes"] = compare.saved_bytes(
                 lambda: stage_loss(stages[arm], windows, None, recipe.labels, False)[0])
         cost[arm]["tokens_per_s"] = statistics.median(speeds[arm])
-        cost[arm]["ratio"] = compare.interval(
-            [a / b for a, b in zip(speeds[arm], speeds[compare.baseline_of(arms)])])
+        cost[arm]["ratio"] = compare.interval([a / b for a, b in zip(speeds[arm], base)])
     return cost
-
-
-def report_comparison(result: dict, arms: list[str], seeds: range, recipe: Recipe, T: int,
-                      device: torch.device) -> None:
-    base, n = compare.baseline_of(arms), len(seeds)
-    print("\nmeasures")
-    for name in compare.MEASURES:
-        print(f"  {name:20} {MEANING[name]}")
-    for arm in arms:
-        print(f"  arm {arm:16} {compare.SETTINGS[arm].about}")
-    for file in result["paired"]:
-        print(f"\n{file}: {EVAL_WINDOWS} windows of {T} tokens, means over {n} seeds\n"
-              + compare.mean_table(result["runs"], file, arms, seeds))
-        if len(arms) > 1:
-            print(f"\n{file}: differences to {base} of the same seed, mean"
-                  + (f" +- t(0.975, {n - 1}) sd / sqrt({n}) = {compare.t_quantile(n - 1):.3f} sd / "
-                     f"sqrt({n});\nnot resolved: 0 is inside" if n > 1 else
-                     "; one seed has no interval") + "\n"
-                  + compare.difference_table(result["paired"][file]))
-    n_windows = min(recipe.batch, result["settings"]["micro_batch"] or recipe.batch)
-    print(f"\ncost of training: steps of {recipe.batch} windows of {T} tokens, {recipe.dtype}, "
-          f"{device}, {torch.get_num_threads()} threads\n"
-          f"tokens/s: median of {COST_TURNS} turns of {COST_STEPS} steps, the arms in turn; beside "
-          f"it the mean ratio\nof the pairs, with its 95% interval | peak: that the GPU's allocator "
-          f"gave out in a step\nsaved: what autograd holds for backward of {n_windows} windows, "
-          f"weights included, each storage once\n" + compare.cost_table(result["cost"], base))
 
 
 def compile_blocks(*models: nn.Module) -> None:
