@@ -265,11 +265,11 @@ def report(result: dict, arms: list[str], seeds: range, meaning: dict[str, str])
     for arm in arms:
         print(f"  {arm:20} {SETTINGS[arm].about}")
     for file, differences in result["paired"].items():
-        print(f"\n{file}: {settings['eval_windows']} windows of {T} tokens, means over the seeds "
-              f"{seeds[0]} to {seeds[-1]}\n{mean_table(result['runs'], file, arms, seeds)}")
+        print(f"\n{file}: {settings['eval_windows']} windows of {T} tokens, means over "
+              f"n = {n} seeds, from {seeds[0]} on\n{mean_table(result['runs'], file, arms, seeds)}")
         if not differences:
             continue
-        print(f"\n{file}: differences to {base} of the same seed, mean over {n}"
+        print(f"\n{file}: differences to {base} of the same seed, mean over n = {n}"
               + (f" +- {t_quantile(n - 1):.3f} sd / sqrt({n}),\nthe 95% interval (Student's t); "
                  "not resolved: it holds 0. Chart: | mean, - interval, : zero" if n > 1 else
                  "\n(one seed has no interval). Chart: | difference, : zero"))

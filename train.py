@@ -711,7 +711,7 @@ def run_compare(args: argparse.Namespace, data: prepare.Dataset, device: torch.d
     refuse_short({"train": data.train, **texts}, cfg.context)
     held_out = {name: eval_batch(tokens, cfg.context).to(device) for name, tokens in texts.items()}
     seeds = range(args.seed, args.seed + (args.seeds or 5))
-    print(f"compare   {size}, {len(seeds)} seeds of each: {', '.join(args.compare)}")
+    print(f"compare   {size}, n = {len(seeds)} seeds of each: {', '.join(args.compare)}")
     print(f"recipe    {describe(recipe, cfg.context)} and on")
     result = result or {"settings": settings, "runs": []}
     compare.save_result(path, result)
