@@ -2,6 +2,7 @@
 
     python train.py --ec-mtp                          target with an error-cancelled head, then DMTP
     python train.py --stage drafter --drafter dflash  the baseline drafter, for the same target
+    python train.py --compare standard ec kl          ways to train the head, over paired seeds
 
 Every batch follows from (seed, step) and nothing else. So arms see the same text in the same order,
 and a run that is stopped and resumed gives the losses of one that was not.
@@ -14,11 +15,15 @@ import math
 import os
 import shlex
 import signal
+import statistics
 import sys
 import time
+import weakref
+from collections.abc import Callable
 from contextlib import nullcontext, redirect_stdout
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,7 +38,7 @@ from dflash import draft_preset, sample_anchors
 from dmtp import (ARMS, LABELS, Drafter, block_loss, check_compiler, drafter_checkpoint,
                   load_checkpoint, load_target, pick_device, save_checkpoint, start_from,
                   target_checkpoint, to_device)
-from model import MAX_LOGITS, SIZES, Block, Llama, preset
+from model import MAX_LOGITS, SIZES, Block, Config, Llama, preset
 from mtp import LOSSES, MTP, MTPLoss, check_cancels, draft_quality, target_losses
 
 EVAL_WINDOWS = 64
@@ -158,6 +163,7 @@ class Stage:
     mtp: MTP
     mtp_loss: MTPLoss
     drafter: Drafter | None
+    max_logits: int = MAX_LOGITS  # of the target's losses, at a time
 
     def __post_init__(self):
         if self.mtp_loss.mode == "ec":
@@ -175,7 +181,8 @@ def stage_loss(stage: Stage, windows: Tensor, anchors: Tensor | None, labels: st
     A drafter also takes anchors (B, N), on the CPU.
     """
     if stage.drafter is None:
-        losses = target_losses(stage.target, stage.mtp, windows, stage.mtp_loss, measure)
+        losses = target_losses(stage.target, stage.mtp, windows, stage.mtp_loss, measure,
+                               stage.max_logits)
         shown = {"next_loss": losses.next_loss, "mtp_loss": losses.mtp_loss,
                  "agreement": losses.agreement}
         return losses.total, shown if measure else {}
@@ -183,6 +190,12 @@ def stage_loss(stage: Stage, windows: Tensor, anchors: Tensor | None, labels: st
                         measure)
     shown = {"loss": result.loss.detach(), "agreement": result.agreement.mean()}
     return result.loss, shown if measure else {}
+
+
+def autocast(recipe: Recipe, device: torch.device):
+    """The context of a forward pass in the recipe's dtype."""
+    bfloat16 = recipe.dtype == "bfloat16"
+    return torch.autocast(device.type, torch.bfloat16) if bfloat16 else nullcontext()
 
 
 def step_gradients(stage: Stage, recipe: Recipe, windows: Tensor, step: int, micro_batch: int,
@@ -201,12 +214,11 @@ def step_gradients(stage: Stage, recipe: Recipe, windows: Tensor, step: int, mic
         anchors = sample_anchors(len(windows), windows.size(1) - 1, S, recipe.seed, step)
     rank, n_processes = process()
     n = len(windows) // n_processes
-    bfloat16 = recipe.dtype == "bfloat16"
     losses, measures = [], {}
     for first in range(0, n, micro_batch):
         part = slice(rank * n + first, rank * n + min(first + micro_batch, n))
         share = (part.stop - part.start) / n
-        with torch.autocast(device.type, torch.bfloat16) if bfloat16 else nullcontext():
+        with autocast(recipe, device):
             loss, shown = stage_loss(stage, to_device(windows[part], device),
                                      None if anchors is None else anchors[part], recipe.labels,
                                      measure)
@@ -219,6 +231,19 @@ def step_gradients(stage: Stage, recipe: Recipe, windows: Tensor, step: int, mic
         average_over_processes([p.grad for m in stage.trained for p in m.parameters()])
         average_over_processes([total, *measures.values()])
     return total, measures
+
+
+def train_step(stage: Stage, recipe: Recipe, optimizers: list[torch.optim.Optimizer],
+               tokens: np.ndarray, step: int, micro_batch: int | None,
+               measure: bool) -> tuple[Tensor, dict[str, float], Tensor]:
+    """Change the weights by one step; gives its loss (), measures, and gradient norm ()."""
+    T, device = stage.target.cfg.context, next(stage.target.parameters()).device
+    windows = get_batch(tokens, T, recipe.batch, recipe.seed, step)
+    loss, shown = step_gradients(stage, recipe, windows, step, micro_batch or recipe.batch, measure)
+    parameters = [p for module in stage.trained for p in module.parameters()]
+    norm = torch.nn.utils.clip_grad_norm_(parameters, recipe.clip)
+    optimizer_step(optimizers, get_lr(step, recipe), on_cpu=device.type == "cpu")
+    return loss, {name: value.item() for name, value in shown.items()}, norm
 
 
 @torch.no_grad()
@@ -290,10 +315,7 @@ def train(stage: Stage, recipe: Recipe, data: prepare.Dataset, path: Path, state
     device = next(stage.target.parameters()).device
     T = stage.target.cfg.context
     name = path.stem
-    for part, tokens in (("train", data.train), ("val", data.val)):
-        if len(tokens) <= T:
-            raise ValueError(f"{part} has {len(tokens)} tokens, a window needs {T + 1}: prepare "
-                             "more text, or choose a --size with a shorter window")
+    refuse_short({"train": data.train, "val": data.val}, T)
     held_out = eval_batch(data.val, T).to(device)
     optimizers = make_optimizers(stage.trained, recipe)
     first_step = 0
@@ -304,7 +326,6 @@ def train(stage: Stage, recipe: Recipe, data: prepare.Dataset, path: Path, state
     is_first = process()[0] == 0  # which alone writes
     if is_first:
         start_log(path.parent, name, first_step)
-    parameters = [p for module in stage.trained for p in module.parameters()]
     log_every, eval_every = max(1, recipe.steps // 60), min(max(1, recipe.steps // 4), 1000)
     measures: dict[str, float] = {}
     seconds, since = 0.0, first_step
@@ -316,13 +337,9 @@ def train(stage: Stage, recipe: Recipe, data: prepare.Dataset, path: Path, state
             judge = (step + 1) % eval_every == 0 or last
             measure = step % log_every == 0 or judge
             t0 = time.perf_counter()
-            windows = get_batch(data.train, T, recipe.batch, recipe.seed, step)
-            loss, shown = step_gradients(stage, recipe, windows, step, micro_batch or recipe.batch,
-                                         measure)
-            shown = {key: value.item() for key, value in shown.items()}
+            loss, shown, norm = train_step(stage, recipe, optimizers, data.train, step, micro_batch,
+                                           measure)
             refuse_non_finite(shown, step, path)
-            norm = torch.nn.utils.clip_grad_norm_(parameters, recipe.clip)
-            optimizer_step(optimizers, get_lr(step, recipe), on_cpu=device.type == "cpu")
             if measure and device.type == "cuda":
                 torch.cuda.synchronize()
             seconds += time.perf_counter() - t0
@@ -362,12 +379,21 @@ def weights(stage: Stage, state: dict) -> dict:
     return drafter_checkpoint(state["name"], stage.drafter, state["target_fingerprint"])
 
 
-def refuse_non_finite(measures: dict[str, float], step: int, path: Path) -> None:
+def refuse_short(texts: dict[str, np.ndarray], T: int) -> None:
+    """ValueError for a text that has no window of T tokens and one more."""
+    for name, tokens in texts.items():
+        if len(tokens) <= T:
+            raise ValueError(f"{name} has {len(tokens)} tokens, a window needs {T + 1}: give "
+                             "more text, or choose a --size with a shorter window")
+
+
+def refuse_non_finite(measures: dict[str, float], step: int, path: Path,
+                      title: str = "") -> None:
     """ValueError, before anything is saved, if a loss or a measure is infinite or not a number."""
     for name, value in measures.items():
         if not math.isfinite(value):
-            raise ValueError(f"{name} is {value} at step {step}: {path} keeps what was saved "
-                             "before, if anything; try a lower --lr, or --dtype float32")
+            raise ValueError(f"{title}{name} is {value} at step {step}: {path} keeps what was "
+                             "saved before, if anything; try a lower --lr, or --dtype float32")
 
 
 def describe_measures(measures: dict[str, float], digits: int) -> str:
@@ -486,15 +512,43 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         help="windows in memory at a time, in each process (default all of a step)")
     add("--compile", action="store_true",
         help="run the layers of target and head through torch.compile")
+    add("--compare", nargs="+", choices=list(COMPARED), metavar="ARM",
+        help="train targets only, once an arm and seed, and compare them: "
+             + "; ".join(f"{name} ({x.about})" for name, x in COMPARED.items())
+             + ". A repeated command goes on, and more arms or seeds are added")
+    add("--seeds", type=int, metavar="N",
+        help="seeds of --compare, from --seed on (default 5)")
+    add("--eval", nargs="+", metavar="FILE",
+        help="further texts that --compare judges on: .txt and .jsonl, also .gz")
     args = parser.parse_args(argv)
+    check_compare_flags(parser, args)
     args.mtp_loss = args.mtp_loss or "ec"
-    for name in ("steps", "drafter_steps", "batch", "lr", "micro_batch"):
+    for name in ("steps", "drafter_steps", "batch", "lr", "micro_batch", "seeds"):
         value = getattr(args, name)
         if value is not None and value <= 0:
             parser.error(f"--{name.replace('_', '-')} is {value}: it must be positive")
-    if not 0 <= args.seed < 2 ** 63:
-        parser.error(f"--seed is {args.seed}, allowed: 0 to 2^63 - 1")
+    last_seed = args.seed + (args.seeds or 5) - 1 if args.compare else args.seed
+    if not 0 <= args.seed <= last_seed < 2 ** 63:
+        parser.error(f"--seed is {args.seed}, allowed: 0 to 2^63 - {1 + last_seed - args.seed}")
     return args
+
+
+def check_compare_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Exit with a message where flags do not go with --compare, or not without it."""
+    def given(*names: str) -> str:
+        return ", ".join(f"--{name.replace('_', '-')}" for name in names
+                         if getattr(args, name) != parser.get_default(name))
+
+    if not args.compare:
+        if alone := given("seeds", "eval"):
+            parser.error(f"{alone}: only with --compare")
+        return
+    if twice := [arm for i, arm in enumerate(args.compare) if arm in args.compare[:i]]:
+        parser.error(f"--compare has {twice[0]} twice: name each arm once")
+    if senseless := given("mtp_loss", "stage", "drafter", "init_from", "drafter_steps", "labels",
+                          "resume", "compile"):
+        parser.error(f"--compare trains targets only, each arm with its own loss, and goes on by "
+                     f"itself: leave out {senseless}")
 
 
 def ready_data(name: str | None) -> str:
@@ -524,18 +578,22 @@ def make_recipe(args: argparse.Namespace, defaults: Defaults, steps: int | None,
                   momentum=defaults.momentum, beta1=defaults.beta1 if muon else 0.9)
 
 
+def differing(there: dict, asked: dict) -> str:
+    """The settings that differ, with both values; "" if none does."""
+    return ", ".join(f"{k} {there.get(k)} (there) / {asked.get(k)} (asked)"
+                     for k in sorted(there.keys() | asked.keys()) if there.get(k) != asked.get(k))
+
+
 def earlier_run(path: Path, kind: str, settings: dict, args: argparse.Namespace) -> dict:
     """The checkpoint to go on from, or {} to start; ValueError if one is in the way."""
     if not path.exists() or (args.overwrite and not args.resume):
         return {}
     checkpoint = load_checkpoint(path, kind, f"python train.py --overwrite --out {path.parent}")
-    there = checkpoint.get("settings", {})
-    differ = [f"{k} {there.get(k)} (there) / {settings.get(k)} (asked)"
-              for k in sorted(there.keys() | settings.keys()) if there.get(k) != settings.get(k)]
+    differ = differing(checkpoint.get("settings", {}), settings)
     if differ and args.overwrite:
         return {}
     if differ:
-        raise ValueError(f"{path} holds another {kind}: {', '.join(differ)}. "
+        raise ValueError(f"{path} holds another {kind}: {differ}. "
                          "Choose another --out, the same settings, or --overwrite")
     if checkpoint["training"] and not args.resume:
         raise ValueError(f"{path} stopped at step {checkpoint['training']['step']}: "
@@ -553,11 +611,15 @@ def report(title: str, measures: dict[str, float], seconds: float) -> None:
         print(f"  peak memory {peak:17.2f}   GiB that the GPU's allocator held at most, so far")
 
 
+def pick_size(args: argparse.Namespace, data: prepare.Dataset, device: torch.device) -> str:
+    large = device.type == "cuda" and data.tokenizer["vocab_size"] >= 8192
+    return args.size or ("10m" if large else "tiny")
+
+
 def run_target(args: argparse.Namespace, data: prepare.Dataset, device: torch.device) -> None:
     """The first stage: out/target.pt, trained here unless it is there."""
-    vocab_size = data.tokenizer["vocab_size"]
-    size = args.size or ("10m" if device.type == "cuda" and vocab_size >= 8192 else "tiny")
-    cfg, mtp_loss = preset(size, vocab_size), MTPLoss(args.mtp_loss)
+    size = pick_size(args, data, device)
+    cfg, mtp_loss = preset(size, data.tokenizer["vocab_size"]), MTPLoss(args.mtp_loss)
     recipe = make_recipe(args, TARGET_DEFAULTS[size], args.steps)
     settings = {"size": size, "data": data.meta["digests"]["train.bin"]}
     settings |= asdict(mtp_loss) | asdict(recipe)
@@ -624,6 +686,413 @@ def run_drafter(args: argparse.Namespace, data: prepare.Dataset, device: torch.d
     report(f"drafter {args.drafter}", measures, time.perf_counter() - start)
 
 
+# ----------------------------------------------------------------------------------------------
+# --compare: arms over paired seeds
+#
+# One seed fixes the initial weights, the batches and the held-out windows of all arms; so between
+# two runs of a seed only the arm differs, and most of what a seed does cancels in their difference.
+# compare.json, from which all tables are made, holds
+#
+#     settings   what all runs have in common; another run may only be added if it has it too
+#     runs       [{arm, seed, file, next_loss, tv, ..}], one for each run and each held-out text
+#     baseline   the arm that the others are compared with: standard, or the first one
+#     paired     {file: {arm: {measure: {mean, half_width, n}}}}, differences to the baseline
+#     cost       {arm: {tokens_per_s, ratio, peak_bytes, saved_bytes}}, and cost_on, the processor
+#
+# The interval by hand, for the differences 1, 2 and 3 of three seeds: their mean is 2, their
+# standard deviation 1, and t(0.975, 2) = 4.303; so it is 2 +- 4.303 x 1 / sqrt(3) = 2 +- 2.484.
+# That holds 0: not resolved, by three seeds. The same from six, 1, 1, 2, 2, 3 and 3, would be.
+
+MEASURES = ("next_loss", "tv", "accept_sampled", "accept_greedy", "accept_argmax_draft")
+COST_TURNS, COST_STEPS = 7, 2  # turns of each arm, in alternation; steps a turn
+CHART_WIDTH = 41               # columns of a chart; its middle is 0
+
+
+class Setting(NamedTuple):
+    """An arm of the comparison: how the head is trained, and how its loss is computed."""
+
+    loss: MTPLoss
+    max_logits: int  # through_head's; the losses and gradients are the same, to rounding
+    about: str
+
+
+WHOLE, ONE_WINDOW = 1 << 62, 1
+COMPARED = {
+    "standard": Setting(MTPLoss("standard"), WHOLE, "the head learns the text's token"),
+    "ec": Setting(MTPLoss("ec"), WHOLE, "the same, error-cancelled"),
+    "kl": Setting(MTPLoss("kl"), WHOLE, "the head learns the verifier's distribution"),
+    "kl-chunked": Setting(MTPLoss("kl"), ONE_WINDOW, "kl, logits of one window at a time"),
+    "none": Setting(MTPLoss("standard", weight=0.0), WHOLE,
+                    "the head stays untrained: next_loss without it, and nothing else"),
+}
+
+
+# ----------------------------------------------------------------------------------------------
+# paired differences
+
+
+def t_quantile(df: int) -> float:
+    """t(0.975, df): Student's t with df degrees of freedom stays within +- it 95% of the time.
+
+    By bisection of P(|t| <= x), which for a whole df is a finite sum in the angle a = atan(x /
+    sqrt(df)). Source: Abramowitz and Stegun, 26.7.3 and 26.7.4.
+    """
+    def inside(a: float) -> float:
+        term, total = math.cos(a) if df % 2 else 1.0, 0.0
+        for k in range(df % 2, df - 1, 2):
+            total += term
+            term *= (k + 1) / (k + 2) * math.cos(a) ** 2
+        total *= math.sin(a)
+        return 2 / math.pi * (a + total) if df % 2 else total
+
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if inside(middle) < 0.95 else (low, middle)
+    return math.sqrt(df) * math.tan(low)
+
+
+def interval(differences: list[float]) -> dict:
+    """{mean, half_width, n} of the 95% interval for their mean; one difference has no width."""
+    n, half_width = len(differences), None
+    if n > 1:
+        half_width = t_quantile(n - 1) * statistics.stdev(differences) / math.sqrt(n)
+    return {"mean": statistics.fmean(differences), "half_width": half_width, "n": n}
+
+
+def verdict(found: dict) -> str:
+    """What to say of an interval beside its numbers."""
+    if found["half_width"] is None:
+        return "no interval"
+    return "not resolved" if abs(found["mean"]) <= found["half_width"] else ""
+
+
+def baseline_of(arms: list[str]) -> str:
+    return "standard" if "standard" in arms else arms[0]
+
+
+def paired(runs: list[dict], arms: list[str], seeds: range) -> dict:
+    """{file: {arm: {measure: interval}}} of each arm's differences to the baseline, by seed."""
+    rows = {(run["file"], run["arm"], run["seed"]): run for run in runs}
+    base = baseline_of(arms)
+    return {file: {arm: {m: interval([rows[file, arm, seed][m] - rows[file, base, seed][m]
+                                      for seed in seeds]) for m in MEASURES}
+                   for arm in arms if arm != base}
+            for file in dict.fromkeys(run["file"] for run in runs)}
+
+
+# ----------------------------------------------------------------------------------------------
+# texts to judge on, the memory of a loss, compare.json
+
+
+def read_eval(names: list[str]) -> dict[str, Path]:
+    """{file name: path} of the texts that names are or hold; ValueError if two have one name."""
+    for name in names:
+        if not Path(name).exists():
+            raise ValueError(f"--eval: there is no {name}")
+    found: dict[str, Path] = {}
+    for path in prepare.list_files(names):
+        if path.name in found:
+            raise ValueError(f"--eval: {found[path.name]} and {path} have one name, and could not "
+                             "be told apart in the tables: rename one, or leave it out")
+        found[path.name] = path
+    return found
+
+
+def encode_file(path: Path, tokenizer: dict) -> np.ndarray:
+    """The ids (n_tokens,) of a text, uint16, each document with end-of-text, as prepared data."""
+    enc, ids = prepare.encoding(tokenizer), []
+    for part in prepare.read_files([path]):
+        if part.text:
+            ids += enc.encode_ordinary(part.text) + [enc.eot_token] * part.ends
+    return np.array(ids, dtype=np.uint16)
+
+
+class Held:
+    """One tensor as the graph keeps it: gone when that part of the graph is."""
+
+    def __init__(self, x: Tensor):
+        self.x = x
+
+
+def saved_bytes(make_total: Callable[[], Tensor]) -> int:
+    """Bytes that autograd holds for the backward of make_total(), each storage once; weights that
+    it needs are among them."""
+    alive = weakref.WeakSet()
+
+    def pack(x: Tensor) -> Held:
+        held = Held(x.detach())  # subtle: an output that its own node saves would be a cycle
+        alive.add(held)
+        return held
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.x):
+        total = make_total()
+    assert total.requires_grad
+    storages = {held.x.untyped_storage().data_ptr(): held.x.untyped_storage() for held in alive}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def load_result(path: Path) -> dict:
+    """What compare.json holds, or {} where there is none; ValueError if it is something else."""
+    if not path.exists():
+        return {}
+    try:
+        result = json.loads(path.read_text())
+        for run in result["runs"]:
+            run["arm"], run["seed"], run["file"]
+        dict(result["settings"])
+    except (ValueError, KeyError, TypeError) as e:
+        raise ValueError(f"{path} is not of this project, or was cut short: start again with "
+                         "--overwrite, or choose another --out") from e
+    return result
+
+
+def save_result(path: Path, result: dict) -> None:
+    """Write to a temporary name and rename: a failed or interrupted save keeps the older file."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        temporary.write_text(json.dumps(result, indent=1) + "\n")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+# ----------------------------------------------------------------------------------------------
+# tables
+
+
+def says(arm: str, measure: str) -> bool:
+    """Whether a measure of an arm says anything: of an untrained head only next_loss does."""
+    return measure == "next_loss" or COMPARED[arm].loss.weight > 0
+
+
+def mean_table(runs: list[dict], file: str, arms: list[str], seeds: range) -> str:
+    """A line an arm: its measures on a text, averaged over the seeds."""
+    lines = [f"{'arm':12}" + "".join(f"  {m:>9}" for m in MEASURES)]
+    for arm in arms:
+        mine = [r for r in runs if (r["file"], r["arm"]) == (file, arm) and r["seed"] in seeds]
+        means = {m: f"{statistics.fmean(run[m] for run in mine):.4f}" for m in MEASURES}
+        lines.append(f"{arm:12}" + "".join(f"  {x if says(arm, m) else '-':>{max(9, len(m))}}"
+                                           for m, x in means.items()))
+    return "\n".join(lines)
+
+
+def chart(found: dict, extent: float) -> str:
+    """Columns from -extent to extent: an interval as -, its mean as |, zero as a colon."""
+    def column(x: float) -> int:
+        return round((CHART_WIDTH - 1) / 2 * (1 + x / extent))
+
+    cells, mean, half_width = [" "] * CHART_WIDTH, found["mean"], found["half_width"] or 0.0
+    first, last = column(mean - half_width), column(mean + half_width)
+    cells[first:last + 1] = "-" * (last + 1 - first)
+    cells[column(0)] = ":"
+    cells[column(mean)] = "|"
+    return "".join(cells)
+
+
+def difference_table(differences: dict, base: str) -> str:
+    """A line for each measure and arm of {arm: {measure: interval}}; each measure has its scale."""
+    lines = []
+    for m in MEASURES:
+        found = {arm: of_arm[m] for arm, of_arm in differences.items()
+                 if says(arm, m) and says(base, m)}
+        if not found:
+            continue
+        extent = max(abs(x["mean"]) + (x["half_width"] or 0.0) for x in found.values()) or 1.0
+        lines.append(f"{m:46} {-extent:<+{CHART_WIDTH // 2}.4f}0{extent:>+{CHART_WIDTH // 2}.4f}")
+        for arm, x in found.items():
+            width = "" if x["half_width"] is None else f"+- {x['half_width']:.4f}"
+            lines.append(f"  {arm:11}{x['mean']:+9.4f} {width:10} {verdict(x):12} "
+                         f"{chart(x, extent)}".rstrip())
+    return "\n".join(lines)
+
+
+def cost_table(cost: dict, base: str) -> str:
+    """A line an arm: speed and memory, and both against the baseline."""
+    lines = [f"{'arm':10}{'tokens/s':>10}   {'to ' + base:30}{'peak MiB':>10}{'saved MiB':>11}"
+             f"   to {base}"]
+    for arm, of_arm in cost.items():
+        speed = memory = ""
+        if arm != base:
+            ratio = of_arm["ratio"]
+            change = ratio | {"mean": ratio["mean"] - 1}
+            speed = f"{change['mean']:+7.1%} +- {ratio['half_width']:5.1%}  {verdict(change)}"
+            memory = f"{of_arm['saved_bytes'] / cost[base]['saved_bytes'] - 1:+.1%}"
+        peak = "-" if of_arm["peak_bytes"] is None else f"{of_arm['peak_bytes'] / 2 ** 20:.1f}"
+        saved = of_arm["saved_bytes"] / 2 ** 20
+        lines.append(f"{arm:10}{of_arm['tokens_per_s']:10.0f}   {speed:30}{peak:>10}{saved:11.1f}"
+                     f"   {memory}".rstrip())
+    return "\n".join(lines)
+
+
+def report_comparison(result: dict, arms: list[str], seeds: range) -> None:
+    """Print all tables of compare.json, each with what its numbers mean."""
+    settings, base, n = result["settings"], result["baseline"], len(seeds)
+    T, batch = settings["context"], settings["batch"]
+    print("\nmeasures, and arms")
+    for m in MEASURES:
+        print(f"  {m:20} {MEANING[m]}")
+    for arm in arms:
+        print(f"  {arm:20} {COMPARED[arm].about}")
+    for file, differences in result["paired"].items():
+        print(f"\n{file}: {settings['eval_windows']} windows of {T} tokens, means over "
+              f"n = {n} seeds, from {seeds[0]} on\n{mean_table(result['runs'], file, arms, seeds)}")
+        if not differences:
+            continue
+        print(f"\n{file}: differences to {base} of the same seed, mean over n = {n}"
+              + (f" +- {t_quantile(n - 1):.3f} sd / sqrt({n}),\nthe 95% interval (Student's t); "
+                 "not resolved: it holds 0. Chart: | mean, - interval, : zero" if n > 1 else
+                 "\n(one seed has no interval). Chart: | difference, : zero"))
+        print(difference_table(differences, base))
+    n_windows = min(batch, settings["micro_batch"] or batch)
+    print(f"\ncost of training: {batch} windows of {T} tokens a step, {settings['dtype']}, "
+          f"{result['cost_on']}\n"
+          f"tokens/s: median of {COST_TURNS} turns of {COST_STEPS} steps, the arms in turn; then "
+          "the mean change of a turn's speed\nand its 95% interval | peak: what a GPU's allocator "
+          "gave out at most in a step | saved: what\nautograd holds for the backward pass of "
+          f"{n_windows} windows, weights included, each storage once")
+    print(cost_table(result["cost"], base))
+
+
+# ----------------------------------------------------------------------------------------------
+# ... and their runs
+
+
+def run_compare(args: argparse.Namespace, data: prepare.Dataset, device: torch.device) -> None:
+    """out/compare.json and its tables: every arm with every seed, as far as not done before."""
+    if process()[1] > 1:
+        raise ValueError("--compare runs in one process: start it without torchrun")
+    size, path = pick_size(args, data, device), args.out / "compare.json"
+    cfg = preset(size, data.tokenizer["vocab_size"])
+    recipe = make_recipe(args, TARGET_DEFAULTS[size], args.steps)
+    eval_paths = read_eval(args.eval or [])
+    settings = {"size": size, "device": device.type, "data": data.meta["digests"]["train.bin"],
+                "eval val": data.meta["digests"]["val.bin"],
+                **{f"eval {name}": prepare.file_digest(p) for name, p in eval_paths.items()},
+                "eval_windows": EVAL_WINDOWS, "context": cfg.context,
+                "micro_batch": args.micro_batch, **asdict(recipe)}
+    del settings["seed"]  # each run has its own
+    result = {} if args.overwrite else load_result(path)
+    if result and (differ := differing(result["settings"], settings)):
+        raise ValueError(f"{path} holds another comparison: {differ}. "
+                         "Choose another --out, the same settings, or --overwrite")
+    texts = {"val": data.val}
+    texts |= {name: encode_file(p, data.tokenizer) for name, p in eval_paths.items()}
+    refuse_short({"train": data.train, **texts}, cfg.context)
+    held_out = {name: eval_batch(tokens, cfg.context).to(device) for name, tokens in texts.items()}
+    seeds = range(args.seed, args.seed + (args.seeds or 5))
+    print(f"compare   {size}, n = {len(seeds)} seeds of each: {', '.join(args.compare)}")
+    print(f"recipe    {describe(recipe, cfg.context)} and on")
+    result = result or {"settings": settings, "runs": []}
+    save_result(path, result)
+    with CtrlC() as ctrl_c:
+        run_arms(args, seeds, cfg, recipe, data.train, held_out, path, result, ctrl_c)
+        result["baseline"] = baseline_of(args.compare)
+        result["paired"] = paired(result["runs"], args.compare, seeds)
+        if list(result.get("cost", {})) != args.compare:
+            result["cost"] = measure_costs(args, cfg, recipe, data.train, device, ctrl_c)
+            on_gpu = device.type == "cuda"
+            result["cost_on"] = (torch.cuda.get_device_name(device) if on_gpu else
+                                 f"CPU, {torch.get_num_threads()} threads")
+    save_result(path, result)
+    report_comparison(result, args.compare, seeds)
+
+
+def run_arms(args: argparse.Namespace, seeds: range, cfg: Config, recipe: Recipe,
+             tokens: np.ndarray, held_out: dict[str, Tensor], path: Path, result: dict,
+             ctrl_c: CtrlC) -> None:
+    """Train and judge the arms in turn, seed by seed, and write result to path after each run.
+
+    Runs that result has are left out. KeyboardInterrupt if asked.
+    """
+    runs = [(seed, arm) for seed in seeds for arm in args.compare]
+    finished = {(run["seed"], run["arm"]) for run in result["runs"]}
+    left = [run for run in runs if run not in finished]
+    n_done = len(runs) - len(left)
+    with tqdm(total=len(runs) * recipe.steps, initial=n_done * recipe.steps, unit="step",
+              disable=None, dynamic_ncols=True) as bar:
+        for seed, arm in left:
+            stage = start_arms([arm], cfg, seed, held_out["val"].device)[0]
+            own = replace(recipe, seed=seed)
+            train_arm(stage, own, tokens, args.micro_batch, f"{arm}, seed {seed}", path, bar,
+                      ctrl_c)
+            for name, windows in held_out.items():
+                measures = evaluate(stage, windows, own)
+                refuse_non_finite(measures, own.steps - 1, path, f"{arm}, seed {seed}, {name}: ")
+                result["runs"].append({"arm": arm, "seed": seed, "file": name, **measures})
+                if name == "val":
+                    bar.write(f"{arm:10} seed {seed} | " + describe_measures(
+                        {m: measures[m] for m in MEASURES[:4]}, 4))
+            save_result(path, result)
+
+
+def train_arm(stage: Stage, recipe: Recipe, tokens: np.ndarray, micro_batch: int | None,
+              title: str, path: Path, bar: tqdm, ctrl_c: CtrlC) -> None:
+    """One run of the recipe, from the start to the end. KeyboardInterrupt if asked before."""
+    optimizers = make_optimizers(stage.trained, recipe)
+    log_every = max(1, recipe.steps // 60)
+    for step in range(recipe.steps):
+        last = step + 1 == recipe.steps
+        measure = step % log_every == 0 or last
+        loss, shown, norm = train_step(stage, recipe, optimizers, tokens, step, micro_batch,
+                                       measure)
+        bar.update()
+        if measure:
+            checked = shown | {"loss": loss.item(), "gradient norm": norm.item()}
+            refuse_non_finite(checked, step, path, f"{title}: ")
+            bar.set_postfix_str(f"{title} | next_loss {shown['next_loss']:.3f}")
+        if ctrl_c.anywhere() and not last:
+            raise KeyboardInterrupt(f"stopped in the run of {title}; {path} has those before")
+
+
+def start_arms(arms: list[str], cfg: Config, seed: int, device: torch.device) -> list[Stage]:
+    """A stage for each of the arms, on the same models: those of a seed, untrained."""
+    torch.manual_seed(seed)
+    target, mtp = Llama(cfg).to(device), MTP(cfg).to(device)
+    settings = [COMPARED[arm] for arm in arms]
+    return [Stage(target, mtp, x.loss, drafter=None, max_logits=x.max_logits) for x in settings]
+
+
+def measure_costs(args: argparse.Namespace, cfg: Config, recipe: Recipe, tokens: np.ndarray,
+                  device: torch.device, ctrl_c: CtrlC) -> dict[str, dict]:
+    """{arm: tokens/s, its ratio to the baseline, bytes}: steps of all arms in turn, as one process.
+
+    All arms train the same models, for no value of a weight changes what a step costs. Turns go
+    forwards and backwards through the arms, the first one is a warm-up. peak_bytes is the most
+    that a GPU's allocator gave out in a step, None on a CPU.
+    """
+    arms, on_gpu = args.compare, device.type == "cuda"
+    stages = dict(zip(arms, start_arms(arms, cfg, recipe.seed, device)))
+    optimizers = make_optimizers(stages[arms[0]].trained, recipe)
+    speeds, cost = {arm: [] for arm in arms}, {arm: {"peak_bytes": None} for arm in arms}
+    for turn in tqdm(range(1 + COST_TURNS), desc="cost", unit="turn", disable=None):
+        for arm in reversed(arms) if turn % 2 else arms:
+            if on_gpu:
+                torch.cuda.synchronize(device)
+                torch.cuda.reset_peak_memory_stats(device)
+            start = time.perf_counter()
+            for _ in range(COST_STEPS):
+                train_step(stages[arm], recipe, optimizers, tokens, 0, args.micro_batch, False)
+            if on_gpu:
+                torch.cuda.synchronize(device)
+                cost[arm]["peak_bytes"] = torch.cuda.max_memory_allocated(device)
+            seconds = time.perf_counter() - start
+            if turn:
+                speeds[arm].append(COST_STEPS * recipe.batch * cfg.context / seconds)
+            if ctrl_c.anywhere():
+                raise KeyboardInterrupt("stopped while measuring the cost; all runs are finished")
+    n = min(args.micro_batch or recipe.batch, recipe.batch)
+    windows = to_device(get_batch(tokens, cfg.context, n, recipe.seed, 0), device)
+    base = speeds[baseline_of(arms)]
+    for arm in arms:
+        with autocast(recipe, device):
+            cost[arm]["saved_bytes"] = saved_bytes(
+                lambda: stage_loss(stages[arm], windows, None, recipe.labels, False)[0])
+        cost[arm]["tokens_per_s"] = statistics.median(speeds[arm])
+        cost[arm]["ratio"] = interval([a / b for a, b in zip(speeds[arm], base)])
+    return cost
+
+
 def compile_blocks(*models: nn.Module) -> None:
     """Compile their decoder layers in place, all at once, as they are one piece of code; what is
     around them gains little. ValueError where torch.compile cannot."""
@@ -662,6 +1131,9 @@ def run(args: argparse.Namespace) -> None:
     print(f"data      {args.data}: {len(data.train) / 1e6:.2f}M tokens to train on, "
           f"{len(data.val) / 1e6:.2f}M held out, vocabulary {data.tokenizer['vocab_size']}")
     args.out.mkdir(parents=True, exist_ok=True)
+    if args.compare:
+        run_compare(args, data, device)
+        return
     if args.stage != "drafter":
         run_target(args, data, device)
     if args.stage != "target":
@@ -686,7 +1158,11 @@ def main(argv: list[str] | None = None) -> int:
         words = sys.argv[1:] if argv is None else argv
         start = ["python"] if process()[1] == 1 else ["torchrun", "--nproc-per-node",
                                                       str(process()[1])]
-        again = shlex.join([*start, "train.py", *words, *["--resume"][:"--resume" not in words]])
+        if args.compare:  # goes on by itself, and would begin again with --overwrite
+            words = [word for word in words if not word.startswith("--ov")]
+        elif "--resume" not in words:
+            words = [*words, "--resume"]
+        again = shlex.join([*start, "train.py", *words])
         if speaker is None:
             print(f"\n{e or 'stopped'}. Go on with: {again}", file=sys.stderr)
         return 130

@@ -26,7 +26,6 @@ head's .60 still, error cancelling lowers it. The target's own gradient is (p_i 
 """
 
 import math
-import weakref
 
 import pytest
 import torch
@@ -38,6 +37,7 @@ from torch import Tensor
 from model import Llama, new_cache
 from mtp import (MTP, Losses, MTPLoss, cancel_error, check_cancels, draft_quality, kl_divergence,
                  target_losses)
+from train import saved_bytes
 
 EXACT = 1e-12    # max |a - b| / max |b| of gradients that are equal
 VISIBLE = 1e-3   # of gradients that are not
@@ -342,33 +342,10 @@ def test_z_loss_and_softcap_are_what_they_say_where_they_are_allowed(mode):
 # what it costs
 
 
-def saved_bytes(windows: Tensor, total_of) -> int:
-    """saved_bytes_of total_of(target, mtp)."""
+def saved_by(total_of) -> int:
+    """saved_bytes of total_of(target, mtp)."""
     target, mtp = small_models()
-    return saved_bytes_of(lambda: total_of(target, mtp))
-
-
-class Held:
-    """One tensor as the graph keeps it: gone when that part of the graph is."""
-
-    def __init__(self, x: Tensor):
-        self.x = x
-
-
-def saved_bytes_of(make_total) -> int:
-    """Bytes that autograd holds for the backward of make_total(), each storage once."""
-    alive = weakref.WeakSet()
-
-    def pack(x: Tensor) -> Held:
-        held = Held(x.detach())  # an output that its own node saves would be a cycle
-        alive.add(held)
-        return held
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.x):
-        total = make_total()
-    assert total.requires_grad
-    storages = {held.x.untyped_storage().data_ptr(): held.x.untyped_storage() for held in alive}
-    return sum(storage.nbytes() for storage in storages.values())
+    return saved_bytes(lambda: total_of(target, mtp))
 
 
 def test_error_cancelling_holds_one_state_tensor_at_most_and_kl_holds_logits():
@@ -376,7 +353,7 @@ def test_error_cancelling_holds_one_state_tensor_at_most_and_kl_holds_logits():
     state, logits = 8 * 3 * T * 32, 8 * 3 * (T - 1) * 23  # bytes of (B, T, C) and (B, T - 1, V)
 
     def mode(name: str) -> int:
-        return saved_bytes(windows, lambda target, mtp: target_losses(
+        return saved_by(lambda target, mtp: target_losses(
             target, mtp, windows, MTPLoss(name, WEIGHT)).total)
 
     def function_form(target, mtp):
@@ -386,7 +363,7 @@ def test_error_cancelling_holds_one_state_tensor_at_most_and_kl_holds_logits():
 
     standard = mode("standard")
     assert 0 <= mode("ec") - standard <= state
-    assert saved_bytes(windows, function_form) == standard
+    assert saved_by(function_form) == standard
     assert mode("kl") - standard > 0.9 * logits  # not quite all: it has no labels to hold
 
 
@@ -420,7 +397,7 @@ def test_logits_in_chunks_hold_two_gradients_of_states_in_place_of_all_logits():
     windows = random_tokens(4, T + 1, vocab_size=997)
     logits = 4 * 4 * (T - 1) * 997  # bytes of (B, T - 1, V)
     for mode, copies in (("standard", 2), ("ec", 2), ("kl", 3)):
-        held = [saved_bytes_of(lambda: target_losses(
+        held = [saved_bytes(lambda: target_losses(
             target, mtp, windows, MTPLoss(mode), max_logits=most).total) for most in (1, 10 ** 9)]
         assert held[1] - held[0] > (copies - 0.1) * logits - 4 * 997 * 32, mode
 
