@@ -516,7 +516,8 @@ def generate(m: Machine, prompts: list[list[int]], n_new: int, seed: int = 0,
     replaced by the next prompt, which changes no text. The host reads `emit` once a round, and
     nothing else.
     """
-    if n_new == 0 or not prompts:
+    if n_new == 0:
+        yield [Emission(row, [], -1, 0, True) for row in range(len(prompts))]
         return
     context = m.target.cfg.context
     for i, prompt in enumerate(prompts):
@@ -910,9 +911,6 @@ def run_prompt(args: argparse.Namespace) -> int:
     for emissions in generate(m, *settings, rounds=rounds):
         tally.add(emissions)
         screen.add(emissions)
-    if args.max_new_tokens == 0:
-        screen.ended = [True] * len(prompts)
-        screen.show()
     status = print_check(plain, args, prompts, tally, m.n_slots) if args.check else 0
     if sum(tally.total()):
         all_rounds = {"plain": rounds}
