@@ -188,7 +188,7 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
         return F.linear(x, weight)
     rows = x.reshape(n, -1)
     rows = torch.cat((rows, rows)) if n == 1 else rows
-    return (weight @ rows.T)[:, :n].T.reshape(*x.shape[:-1], -1)
+    return (weight @ rows.T)[:, :n].T.reshape(*x.shape[:-1], weight.size(0))
 
 
 class Linear(nn.Linear):

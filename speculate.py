@@ -436,7 +436,9 @@ class Rounds:
         length = self.s.target_kv[0][0].size(1)
         return length if self.compiled else bucket(rows, length)
 
+    @torch.no_grad()
     def steps(self, kv_len: int) -> dict[str, Callable]:
+        """The steps by name, ready; made now, if the bucket is new."""
         if kv_len not in self.ready:
             m, s = replace(self.m, kv_len=kv_len), self.s
             limit = s.limit.clone()
@@ -459,6 +461,7 @@ class Rounds:
             self.ready[kv_len] = steps
         return self.ready[kv_len]
 
+    @torch.no_grad()
     def run(self, kv_len: int) -> None:
         """One round. With a clock the device is waited for after every step."""
         steps = self.steps(kv_len)

@@ -628,6 +628,22 @@ def test_making_steps_ready_moves_nothing(small, monkeypatch, method):
         assert list(rounds.ready[max(rounds.ready)]) == (names if graph == "step" else ["round"])
 
 
+def test_steps_made_outside_of_a_generation_need_no_gradients(small):
+    """A step compiled or captured with gradients would be another one than is run later."""
+    seen = []
+
+    def spy(step, device, pool):
+        seen.append(torch.is_grad_enabled())
+        return step
+
+    target, mtp, drafters = small
+    m = machine("dmtp", target, mtp, drafters)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(speculate, "capture", spy)
+        Rounds(m, 1, "step").steps(128)
+    assert seen == [False] * 7
+
+
 def test_a_clock_times_every_step_of_every_round_and_changes_nothing(small):
     target, mtp, drafters = small
     m = machine("dmtp", target, mtp, drafters)
