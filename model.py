@@ -186,7 +186,7 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
     if x.device.type != "cpu" or x.dtype == torch.bfloat16 or n > FEW_ROWS \
             or torch.is_grad_enabled():
         return F.linear(x, weight)
-    rows = x.reshape(n, -1)
+    rows = x.reshape(n, x.size(-1))
     rows = torch.cat((rows, rows)) if n == 1 else rows
     return (weight @ rows.T)[:, :n].T.reshape(*x.shape[:-1], weight.size(0))
 

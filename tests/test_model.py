@@ -361,7 +361,8 @@ def test_logits_equal_those_of_the_public_llama_with_the_same_weights(n_kv_head,
 # decoding: few rows, joined matrices
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (1, 2), (3, 8), (64,), (65,), (2, 40), (1,), (), (0,), (2, 0)])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 2), (3, 8), (64,), (65,), (2, 40), (1,), (), (0,),
+                                   (2, 0)])
 def test_a_product_is_that_of_the_plain_linear_map_for_any_number_of_rows(shape):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(*shape, 24, generator=generator, dtype=torch.float64)
