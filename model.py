@@ -1,4 +1,4 @@
-"""The target: a small Llama. Positions are an argument, the cache is two tensors.
+"""The target: a small Llama. Positions are an argument, the cache is two tensors a layer.
 
 Because the position of every token is data, not a counter hidden in a cache, one `forward` serves
 training, prefill, plain decoding and the verification of a whole block, at any split of the text.
@@ -213,7 +213,8 @@ def side_by_side(x: Tensor, *layers: Linear) -> tuple[Tensor, ...]:
 
 def join_projections(*models: nn.Module) -> None:
     """For decoding: q, k, v, and gate and up, become views of one matrix, so that a step is fewer
-    products. To be called when weights have their device and dtype; loading others works."""
+    products. To be called when weights have their device and dtype. Loading others in place works;
+    .to(), copies and load_state_dict(assign=True) afterwards would leave the joined ones behind."""
     for module in (module for model in models for module in model.modules()):
         if isinstance(module, Attention):
             join(module.q_proj, module.k_proj, module.v_proj)

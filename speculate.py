@@ -392,21 +392,21 @@ def place(s: RoundState, row: int, one: RoundState) -> None:
 GRAPHS = ("off", "step", "round")
 
 
-def capture(step: Callable, device: torch.device, pool) -> Callable:
+def capture(step: Callable, side, pool) -> Callable:
     """A step as one CUDA Graph, to be called like it; the step itself where there is no CUDA.
 
-    It runs before it is captured, on a side stream, as CUDA demands: kernels are loaded then.
+    It runs before it is captured, on the side stream, as CUDA demands: kernels are loaded then.
+    subtle: one stream for all, as each has a workspace of the matrix library, which stays.
     """
-    if device.type != "cuda":
+    if side is None:
         return step
-    side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(2):
             step()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
+    with torch.cuda.graph(graph, pool=pool, stream=side):
         step()
     return graph.replay
 
@@ -425,6 +425,7 @@ class Rounds:
         self.s, self.one = new_state(m, n_rows, 0, 1.0), None
         self.device = self.s.pos.device
         captures = graph != "off" and self.device.type == "cuda"
+        self.side = torch.cuda.Stream() if captures else None
         self.pool = torch.cuda.graph_pool_handle() if captures else None
         self.ready: dict[int, dict[str, Callable]] = {}
         self.clock: dict[str, list[float]] | None = None  # seconds of every step, if it is a dict
@@ -455,7 +456,7 @@ class Rounds:
                 parts = list(steps.values())
                 steps = {"round": lambda: [part() for part in parts]}
             if self.graph != "off":
-                steps = {name: capture(step, self.device, self.pool)
+                steps = {name: capture(step, self.side, self.pool)
                          for name, step in steps.items()}
             s.limit.copy_(limit)
             self.ready[kv_len] = steps
@@ -470,7 +471,8 @@ class Rounds:
                 step()
             return
         start = time.perf_counter()
-        self.clock.setdefault("host", []).append(start - self.since)
+        if not math.isnan(self.since):
+            self.clock.setdefault("host", []).append(start - self.since)
         for name, step in steps.items():
             step()
             if self.device.type == "cuda":
@@ -495,18 +497,26 @@ class Rounds:
 
 
 class Emission(NamedTuple):
-    """What one row got from one round. n_accept is -1 for the token that prefill chose."""
+    """What one prompt got from one round. n_accept is -1 for the token that prefill chose."""
 
-    row: int
+    row: int        # of the prompt in the list; where it stands in the batch does not matter
     tokens: list[int]
     n_accept: int
     overshoot: int  # accepted proposals and the target's token that the stops cut off
-    ended: bool     # the row has reached its end
+    ended: bool     # the text has reached its end
 
 
 def bucket(rows: int, length: int) -> int:
     """Cache rows to read: a power of two from 128 on, at most the cache's length."""
     return min(length, max(128, 1 << (rows - 1).bit_length()))
+
+
+def refuse_long(prompts: list[list[int]], context: int) -> None:
+    for i, prompt in enumerate(prompts):
+        if len(prompt) >= context:
+            raise ValueError(
+                f"prompt {i + 1} has {len(prompt)} tokens, the context is {context} with what is "
+                f"generated: shorten the prompt to {context - 1} or less")
 
 
 @torch.no_grad()
@@ -517,17 +527,13 @@ def generate(m: Machine, prompts: list[list[int]], n_new: int, seed: int = 0,
 
     All at once, or as many at a time as the given rounds (of m) have rows: one that ends is
     replaced by the next prompt, which changes no text. The host reads `emit` once a round, and
-    nothing else.
+    the first token of a prompt.
     """
     if n_new == 0:
         yield [Emission(row, [], -1, 0, True) for row in range(len(prompts))]
         return
     context = m.target.cfg.context
-    for i, prompt in enumerate(prompts):
-        if len(prompt) >= context:
-            raise ValueError(
-                f"prompt {i + 1} has {len(prompt)} tokens, the context is {context} with what is "
-                f"generated: shorten the prompt to {context - 1} or less")
+    refuse_long(prompts, context)
     rounds = rounds or Rounds(m, len(prompts))
     s = rounds.s
     n_rows = s.pos.size(0)
@@ -791,7 +797,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     what.add_argument("--prompt", action="append", metavar="TEXT",
                       help="text to go on from; repeat for a batch")
     what.add_argument("--bench", action="store_true",
-                      help="acceptance of every trained drafter on held-out prompts")
+                      help="acceptance, speed and stage times of every trained drafter")
     add("--drafter", choices=["none", "mtp", *ARMS], default="dmtp",
         help="default dmtp; none is plain decoding")
     add("--mtp-steps", type=int, default=1, metavar="K",
@@ -850,6 +856,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
              f"--threads is {args.threads}, it must be positive"),
             (args.bench and args.max_new_tokens < 2,
              f"--max-new-tokens is {args.max_new_tokens}, --bench needs 2 or more"),
+            (args.trace and (args.bench or args.check or args.compile or args.graph),
+             "--trace shows eager rounds of a --prompt: leave out --bench, --check, --compile and "
+             "--graph"),
             (args.n_prompts < 1 or min(args.batch) < 1,
              "--n-prompts and --batch must be positive")):
         if bad:
@@ -876,8 +885,11 @@ def load_machine(name: str, args: argparse.Namespace, target: Llama, mtp: MTP,
 
 
 def open_target(args: argparse.Namespace) -> tuple[Llama, MTP, dict]:
-    """Target and head on the device, in the dtype asked for."""
+    """Target and head on the device, in the dtype asked for, projections joined; threads, graphs
+    and compiling as asked."""
     device = pick_device(args.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # graphs, streams and clocks are the current device's
     if args.threads:
         torch.set_num_threads(args.threads)
     target, mtp, checkpoint = load_target(args.out)
@@ -902,9 +914,11 @@ def run_prompt(args: argparse.Namespace) -> int:
     plain = replace(m, mtp=None, drafter=None, n_slots=1)
     # an empty prompt starts from end-of-text, as a document does
     prompts = [encoding.encode_ordinary(text) or [encoding.eot_token] for text in args.prompt]
+    refuse_long(prompts, target.cfg.context)
     settings = (prompts, args.max_new_tokens, args.seed, args.temperature)
     if args.trace:
-        return run_trace(m, encoding, settings)
+        run_trace(m, encoding, settings)
+        return 0
     longest = max(map(len, prompts)) + args.max_new_tokens
     rounds = make_rounds(m, len(prompts), args, longest)
     color = sys.stdout.isatty() and not args.no_color
@@ -938,7 +952,7 @@ def make_rounds(m: Machine, n_rows: int, args: argparse.Namespace, longest: int)
     return rounds
 
 
-def run_trace(m: Machine, encoding, settings: tuple) -> int:
+def run_trace(m: Machine, encoding, settings: tuple) -> None:
     """Rounds in slow motion, of the first prompt."""
     m = replace(m, drafts=[])
     rounds, before = Rounds(m, 1), None
@@ -949,7 +963,6 @@ def run_trace(m: Machine, encoding, settings: tuple) -> int:
             trace_round(m, s, encoding, *before, emissions[0])
         before = s.block[0, 0].item(), s.pos[0].item()
         m.drafts.clear()
-    return 0
 
 
 def trace_round(m: Machine, s: RoundState, encoding, a: int, pos: int, e: Emission) -> None:
@@ -967,10 +980,12 @@ def trace_round(m: Machine, s: RoundState, encoding, a: int, pos: int, e: Emissi
     q = torch.cat(drafts, dim=1)[0].softmax(dim=-1) if K else None                     # (K, V)
     for j in range(1, m.n_slots):
         token, own = s.block[0, j].item(), choice[j - 1]
-        verdict = "accepted" if j <= e.n_accept else "not reached" if j > e.n_accept + 1 else \
-            "rejected: the target's own token is emitted"
-        if e.n_accept >= j >= n_kept:
-            verdict = "accepted, and cut off by a stop" if j > n_kept else verdict
+        if j <= e.n_accept:
+            verdict = "accepted" if j <= n_kept else "accepted, and cut off by a stop"
+        elif j == n_kept:
+            verdict = "rejected: the target's own token is emitted"
+        else:
+            verdict = "not reached"
         who = {"mtp": "MTP", "dflash": "DFlash"}[proposer(m, j)]
         print(f"  T{j:<4} {who:12} {show(token):18} {q[j - 1, token]:5.2f}   {show(own):18} "
               f"{p[j - 1, own]:5.2f}   {verdict}")
@@ -1063,13 +1078,14 @@ def read_requests(path: Path, encoding, n: int, longest: int) -> list[Request]:
     `longest` tokens are taken; or `text`: the first 64 tokens of each of at least 192. Else the
     file is one text: 64 tokens at n evenly spaced places.
     """
-    with (gzip.open if path.name.endswith(".gz") else open)(path, "rt", encoding="utf-8") as file:
+    name = path.name.lower()
+    with (gzip.open if name.endswith(".gz") else open)(path, "rt", encoding="utf-8-sig") as file:
         try:
             content = file.read()
         except (UnicodeDecodeError, EOFError, gzip.BadGzipFile, zlib.error) as e:
             raise ValueError(f"{path} cannot be read ({e})") from e
     requests = []
-    if not path.name.removesuffix(".gz").endswith(".jsonl"):
+    if not name.removesuffix(".gz").endswith(".jsonl"):
         tokens = encoding.encode_ordinary(content)
         if len(tokens) < 64 * n:
             raise ValueError(f"{path} has {len(tokens)} tokens, {n} prompts of 64 need {64 * n}: "
@@ -1081,14 +1097,16 @@ def read_requests(path: Path, encoding, n: int, longest: int) -> list[Request]:
             continue
         try:
             record = json.loads(line)
-            turns = record.get("turns") or [record[name] for name in ("prompt",) if name in record]
-            if turns:
+            turns = [record["prompt"]] if "prompt" in record else record.get("turns")
+            if turns is not None:
+                if not isinstance(turns, list) or not turns:
+                    raise ValueError("turns is not a list of texts")
                 first, *more = (encoding.encode_ordinary(turn) for turn in turns)
                 requests.append(Request(first[-longest:] or [encoding.eot_token],
                                         more[0] if more else []))
             elif len(tokens := encoding.encode_ordinary(record["text"])) >= 192:
                 requests.append(Request(tokens[:64], []))
-        except (ValueError, KeyError, TypeError, AttributeError) as e:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
             raise ValueError(f"{path}, line {number}: a JSON object with a prompt, turns or a text "
                              f"is expected ({type(e).__name__}: {e})") from e
     return requests
@@ -1107,7 +1125,10 @@ def bench_row(m: Machine, plain: Machine, requests: list[Request], batch: int,
     """Decode all requests with m and plainly, in turn, and count."""
     runs = {}
     for name, machine in (("plain", plain), ("speculative", m)):
+        rounds = None  # an older one's graphs go before new ones come
         rounds = make_rounds(machine, batch, args, machine.target.cfg.context)
+        decode(machine, ([r.tokens for r in requests] * 2)[:batch + 1], 4, args.seed,
+               args.temperature, 0, rounds)  # a warm-up, with a row that is replaced
         tally = decode(machine, [r.tokens for r in requests], args.max_new_tokens, args.seed,
                        args.temperature, 0, rounds)
         again = second_turns(m, requests, tally.texts, args.max_new_tokens)
@@ -1118,6 +1139,9 @@ def bench_row(m: Machine, plain: Machine, requests: list[Request], batch: int,
         runs[name] = tally
     base, total = runs["plain"], runs["speculative"]
     histogram = total.total()
+    if not sum(histogram) or not base.round_tokens:
+        raise ValueError("every text ended at its first token: add --ignore-eos, or give other "
+                         "prompts")
     lengths = [acceptance_length(h) for h in total.histogram if sum(h)]
     n_tokens = sum(map(len, total.texts))
     plain_speed, speed = (t.round_tokens / t.seconds for t in (base, total))
@@ -1128,7 +1152,8 @@ def bench_row(m: Machine, plain: Machine, requests: list[Request], batch: int,
             "per_request_length": statistics.mean(lengths),
             "first_token_acceptance": 1 - histogram[0] / sum(histogram),
             "cumulative_acceptance": cumulative_acceptance(histogram),
-            "conditional_acceptance": conditional_acceptance(histogram),
+            "conditional_acceptance": [None if math.isnan(x) else x
+                                       for x in conditional_acceptance(histogram)],
             "distinct_4gram": distinct_4grams(total.texts),
             "texts_that_differ": sum(x != y for x, y in zip(base.texts, total.texts)),
             "plain_tokens_per_s": plain_speed, "tokens_per_s": speed, "factor": speed / plain_speed,
@@ -1160,7 +1185,8 @@ def stage_times(m: Machine, prompts: list[list[int]], args: argparse.Namespace) 
                 seconds.append(now - since)
             since = now
     n = min(DROPPED, len(seconds) // 2)
-    stages = {name: 1e3 * statistics.median(times[n:]) for name, times in timed.clock.items()}
+    stages = {name: 1e3 * statistics.median(times[n:] or times)
+              for name, times in timed.clock.items()}
     return stages | {"round": 1e3 * statistics.median(seconds[n:])}
 
 
@@ -1178,13 +1204,16 @@ def weight_reads(m: Machine) -> float:
     if m.drafter is not None:
         context = [x for layer in m.drafter.dflash.layers
                    for x in (layer.self_attn.k_proj, layer.self_attn.v_proj)]
-        total += n(m.drafter) + head + n(m.drafter.dflash.fc, *context)
+        total += n(m.drafter) + head + n(*context)  # keys and values: of the block, of the context
+        if (selector := m.drafter.dflash.selector) is not None:
+            total -= n(selector.before, selector.after)  # of which rows are looked up
     return total / plain
 
 
 def peak_memory(device: torch.device) -> str:
     if device.type == "cuda":
-        return f"{torch.cuda.max_memory_allocated(device) / 2 ** 20:.0f} MiB held by the allocator"
+        peak = torch.cuda.max_memory_allocated(device)
+        return f"{peak / 2 ** 20:.0f} MiB given out by the allocator"
     try:
         import resource  # not on every system
     except ImportError:
@@ -1202,8 +1231,11 @@ def run_bench(args: argparse.Namespace) -> int:
     target, mtp, checkpoint = open_target(args)
     encoding = prepare.encoding(checkpoint["tokenizer"])
     requests = bench_requests(args, target, checkpoint, encoding)
+    args.batch = list(dict.fromkeys(min(b, len(requests)) for b in args.batch))
     trained = [name for name in ARMS if (args.out / f"{name}.pt").exists()]
-    wanted = args.drafters or ["mtp", *trained]
+    wanted = list(dict.fromkeys(args.drafters or ["mtp", *trained]))
+    for name in wanted:  # one that is missing is found before anything is measured
+        load_machine(name, args, target, mtp, checkpoint)
     methods = [(f"mtp x {k}", "mtp", k) for k in sorted({1, 4, args.mtp_steps})
                if "mtp" in wanted] + [(name, name, 1) for name in wanted if name != "mtp"]
     device = target.lm_head.weight.device
@@ -1225,20 +1257,26 @@ def run_bench(args: argparse.Namespace) -> int:
                 m, plain, setting = bench_machines(args, target, mtp, checkpoint, method, k,
                                                    temperature, argmax)
                 row = {"drafter": label, "mode": mode} | bench_row(
-                    m, plain, requests, min(batch, len(requests)), setting)
+                    m, plain, requests, batch, setting)
                 rows.append(row)
                 print(f"{mode:14} {batch:5} {label:14} {row['acceptance_length']:7.3f} "
                       f"{row['per_request_length']:8.3f} {row['first_token_acceptance']:6.3f} "
                       f"{row['distinct_4gram']:8.3f} {row['tokens_per_s']:9.0f} "
                       f"{row['factor']:7.2f} {row['e2e_tokens_per_s']:11.0f} "
                       f"{row['texts_that_differ']:7d}", flush=True)
+    save_rows(args.out / "bench.json", rows)
     print_positions([row for row in rows if row["batch"] == rows[0]["batch"]])
     print_stages(args, rows, target, mtp, checkpoint, methods, requests)
     print(f"\npeak memory {peak_memory(device)}")
-    temporary = args.out / "bench.json.tmp"
-    temporary.write_text(json.dumps(rows, indent=1))
-    temporary.replace(args.out / "bench.json")
+    save_rows(args.out / "bench.json", rows)
     return int(args.dtype == "float64" and any(row["texts_that_differ"] for row in rows))
+
+
+def save_rows(path: Path, rows: list[dict]) -> None:
+    """Write to a temporary name and rename: a failed or interrupted save keeps the older file."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(rows, indent=1, allow_nan=False))
+    temporary.replace(path)
 
 
 def bench_requests(args: argparse.Namespace, target: Llama, checkpoint: dict,
@@ -1257,9 +1295,12 @@ def bench_requests(args: argparse.Namespace, target: Llama, checkpoint: dict,
                              "tokenizer: train again")
         requests = held_out_requests(data.val, data.tokenizer["eot"], args.n_prompts)
         source = "the held-out data"
-    if len(requests) < args.n_prompts and (not args.prompts or not requests):
+    if not requests:
+        raise ValueError(f"{source} has no prompt, and no document of 192 tokens: give another "
+                         "file with --prompts")
+    if len(requests) < args.n_prompts and not args.prompts:
         raise ValueError(f"--n-prompts is {args.n_prompts}, {source} has {len(requests)} documents "
-                         "of 192 tokens, or prompts: ask for fewer")
+                         "of 192 tokens: ask for fewer")
     return requests
 
 
@@ -1282,7 +1323,7 @@ def print_positions(rows: list[dict]) -> None:
           + "  chart")
     for row in rows:
         shares = row["conditional_acceptance"]
-        cells = [" " * 5 if math.isnan(x) else f"{x:5.2f}" for x in shares]
+        cells = [" " * 5 if x is None else f"{x:5.2f}" for x in shares]
         cells += [" " * 5] * (n - len(shares))
         chart = "".join(" ▁▂▃▄▅▆▇█"[round(8 * x)] for x in row["cumulative_acceptance"])
         print(f"{row['mode']:14} {row['drafter']:14} {' '.join(cells)}  {chart}")
@@ -1308,7 +1349,7 @@ def print_stages(args: argparse.Namespace, rows: list[dict], target: Llama, mtp:
             times = stage_times(m, prompts, setting)
             step = step or times["round"]
             row = next((row for row in rows if row["drafter"] == label and row["mode"] == mode
-                        and row["batch"] == min(batch, len(requests))), None)
+                        and row["batch"] == batch), None)
             ends = ""
             if row:
                 row["stages_ms"] = times

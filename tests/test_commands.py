@@ -102,6 +102,7 @@ def test_a_mismatch_exits_non_zero_and_names_the_token(run, monkeypatch):
     (["--prompt", "x", "--device", "cuda:99"], ["CUDA devices", "--device cpu"]),
     (["--prompt", "x", "--graph", "round", "--device", "cpu"], ["--graph round", "leave it out"]),
     (["--bench", "--prompts", "nowhere.jsonl"], ["nowhere.jsonl"]),
+    (["--bench", "--n-prompts", "2", "--drafters", "low-rank"], ["--drafter low-rank"]),
     (["--bench", "--n-prompts", "5000"], ["ask for fewer"])])
 def test_mistakes_end_in_one_line_that_says_what_to_do(run, flags, words):
     status, _, error = run(*flags)
@@ -175,6 +176,7 @@ def ids(text: str) -> list[int]:
     ("c.jsonl", json.dumps({"text": "x" * 192}) + "\n" + json.dumps({"text": "y" * 191}),
      [Request(ids("x" * 64), [])]),
     ("d.txt", "a" * 64 + "b" * 64, [Request(ids("a" * 64), []), Request(ids("b" * 64), [])]),
+    ("f.JSONL", "\ufeff" + '{"prompt": "ab"}', [Request(ids("ab"), [])]),
     ("e.txt.gz", "a" * 64 + "b" * 64, [Request(ids("a" * 64), []), Request(ids("b" * 64), [])])])
 def test_prompts_come_from_files_of_records_or_of_plain_text(encoding, tmp_path, name, content,
                                                              wanted):
@@ -186,7 +188,8 @@ def test_prompts_come_from_files_of_records_or_of_plain_text(encoding, tmp_path,
 @pytest.mark.parametrize("name, content, words", [
     ("a.jsonl", b'{"prompt": "ab"}\n{"answer": 1}', "line 2"),
     ("a.jsonl", b'{"prompt": 3}', "line 1"), ("a.jsonl", b"[1]", "line 1"),
-    ("a.jsonl", b"not json", "line 1"), ("a.txt", b"too short", "ask for fewer"),
+    ("a.jsonl", b"not json", "line 1"), ("a.jsonl", b'{"turns": "hello"}', "list of texts"),
+    ("a.jsonl", b"[" * 100000, "line 1"), ("a.txt", b"too short", "ask for fewer"),
     ("a.txt", b"\xff" * 300, "cannot be read"), ("a.txt.gz", b"no gzip", "cannot be read")])
 def test_a_bad_file_of_prompts_is_named_with_what_is_wrong(encoding, tmp_path, name, content,
                                                            words):
@@ -194,6 +197,32 @@ def test_a_bad_file_of_prompts_is_named_with_what_is_wrong(encoding, tmp_path, n
     with pytest.raises(ValueError, match=words) as error:
         read_requests(tmp_path / name, encoding, 2, 50)
     assert name in str(error.value)
+
+
+@pytest.mark.parametrize("n_accept, n_kept, verdicts", [
+    (2, 3, "accepted accepted rejected not not not not"),
+    (7, 8, "accepted " * 7),
+    (0, 1, "rejected not not not not not not"),
+    (5, 3, "accepted accepted accepted cut cut not not"),  # cut by the budget
+    (3, 3, "accepted accepted accepted not not not not")])  # the third is end-of-text
+def test_trace_says_of_each_proposal_what_became_of_it(encoding, capsys, n_accept, n_kept,
+                                                       verdicts):
+    target, mtp = small_models()
+    m = Machine(target, mtp, small_drafter(target.cfg, "dmtp"), 8, Sampling(),
+                drafts=[torch.randn(1, 23), torch.randn(1, 6, 23)])
+    s = speculate.new_state(m, 1, 0, 1.0)
+    s.choice.copy_(torch.arange(1, 9))
+    s.block.copy_(torch.arange(8))
+    with torch.no_grad():
+        speculate.trace_round(m, s, encoding, 0, 5, Emission(0, list(range(1, n_kept + 1)),
+                                                             n_accept, n_accept + 1 - n_kept, True))
+    out = capsys.readouterr().out
+    lines = [line for line in out.splitlines() if line.startswith("  T")]
+    for line, verdict in zip(lines, verdicts.split(), strict=True):
+        words = {"not": "not reached", "cut": "accepted, and cut off by a stop",
+                 "rejected": "rejected: the target's own token is emitted"}
+        assert line.endswith("   " + words.get(verdict, verdict))
+    assert ("the bonus" in out) == (n_kept == 8) and f"valid rows 5 -> {5 + n_kept}" in out
 
 
 def test_a_second_turn_follows_the_models_own_answer_without_its_end_of_text():
