@@ -228,8 +228,8 @@ class DFlash(nn.Module):
             x = layer(x, rope, context=Context(k, v, masks), around=self.around(i))
         return self.norm(x).view(B, N, S, C)
 
-    def forward_round(self, target: Llama, x: Tensor, pos: Tensor, kv: KV,
-                      kv_len: int, offset: int = 0) -> Tensor:
+    def forward_round(self, target: Llama, x: Tensor, pos: Tensor, kv: KV, kv_len: int,
+                      offset: int = 0) -> Tensor:
         """Decoding: states (B, S, C) of one block with inputs x (B, S, C), which begin at positions
         pos (B,) + offset.
 
@@ -245,8 +245,7 @@ class DFlash(nn.Module):
                       around=self.around(i))
         return self.norm(x)
 
-    def write_context(self, target: Llama, features: Tensor, positions: Tensor,
-                      kv: KV) -> None:
+    def write_context(self, target: Llama, features: Tensor, positions: Tensor, kv: KV) -> None:
         """Decoding: put features (B, S, n_features C) into every layer's cache, at positions
         (B or 1, S)."""
         context, rope = self.context(features), target.rope(positions)

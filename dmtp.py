@@ -21,7 +21,9 @@ Source: DMTP, sections 3 to 5 and its two updates (two anchors, zero-initialised
 
 import hashlib
 import io
+import json
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -265,21 +267,31 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
-def save_checkpoint(path: Path, checkpoint: dict) -> None:
-    """Write to a temporary name and rename: a failed or interrupted save keeps the older file.
-
-    OSError when it cannot be written (torch reports a full disk as a RuntimeError).
-    """
+def save_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """Let write() fill a temporary name, and rename it: a failed or interrupted save keeps the
+    older file."""
     temporary = path.with_name(path.name + ".tmp")
     try:
-        torch.save(checkpoint, temporary)
+        write(temporary)
         os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def save_json(path: Path, content: dict | list) -> None:
+    """ValueError for a NaN, which JSON does not have."""
+    text = json.dumps(content, indent=1, allow_nan=False) + "\n"
+    save_whole(path, lambda temporary: temporary.write_text(text))
+
+
+def save_checkpoint(path: Path, checkpoint: dict) -> None:
+    """OSError when it cannot be written (torch reports a full disk as a RuntimeError)."""
+    try:
+        save_whole(path, lambda temporary: torch.save(checkpoint, temporary))
     except RuntimeError as e:
         reason = str(e).splitlines()[0]
         raise OSError(f"{path} could not be written ({reason}): is there a folder, and space "
                       "on the disk?") from e
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def load_checkpoint(path: Path, kind: str, hint: str) -> dict:

@@ -38,6 +38,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,7 +48,8 @@ from torch import Tensor
 
 from data import prepare
 from dflash import N_BEST, slot_positions
-from dmtp import ARMS, Drafter, check_compiler, load_drafter, load_target, pick_device
+from dmtp import (ARMS, Drafter, check_compiler, load_drafter, load_target, pick_device,
+                  save_json)
 from model import KV, MAX_SLOTS, Llama, join_projections, new_cache
 from mtp import MTP
 
@@ -140,6 +142,11 @@ class Machine:
     eot: int = -1            # the end-of-text id, -1: never stop at it
     kv_len: int = 0          # cache rows that attention reads, a bucket above max(pos) + S
     drafts: list | None = None  # --trace, eager only: collects the logits that proposals come from
+
+
+def plain_of(m: Machine) -> Machine:
+    """Plain decoding with the same target, sampling and stops."""
+    return replace(m, mtp=None, drafter=None, n_slots=1)
 
 
 @dataclass(frozen=True)
@@ -491,6 +498,15 @@ class Rounds:
         self.prefill_seconds += time.perf_counter() - start
         return pending
 
+    def refill(self, row: int, prompt: list[int], n_new: int, request: int) -> int:
+        """The pending token of a prompt, processed by itself and put into a row."""
+        one = self.one = self.one or new_state(self.m, 1, 0, 1.0)
+        one.seed.copy_(self.s.seed)
+        one.temperature.copy_(self.s.temperature)
+        [pending] = self.prefill(one, [prompt], n_new, request)
+        place(self.s, row, one)
+        return pending
+
 
 # ----------------------------------------------------------------------------------------------
 # the loop
@@ -556,12 +572,7 @@ def generate(m: Machine, prompts: list[list[int]], n_new: int, seed: int = 0,
     while True:
         for row in range(n_rows):
             while not live[row] and (i := next(waiting, None)) is not None:
-                one = rounds.one = rounds.one or new_state(m, 1, 0, 1.0)
-                one.seed.fill_(seed)
-                one.temperature.fill_(temperature)
-                [pending] = rounds.prefill(one, [prompts[i]], n_new, first_request + i)
-                place(s, row, one)
-                begin(row, i, pending)
+                begin(row, i, rounds.refill(row, prompts[i], n_new, first_request + i))
         yield emissions
         if not any(live):
             return
@@ -641,7 +652,7 @@ def cumulative_acceptance(histogram: list[int]) -> list[float]:
 def conditional_acceptance(histogram: list[int]) -> list[float]:
     """P(>= k) / P(>= k - 1) for k = 1 .. K. [2, 3, 0, 5] -> [0.8, 0.625, 1.0]."""
     reached = [sum(histogram[k:]) for k in range(len(histogram))]
-    return [b / a if a else math.nan for a, b in zip(reached, reached[1:])]
+    return [b / a if a else math.nan for a, b in pairwise(reached)]
 
 
 def distinct_4grams(texts: list[list[int]]) -> float:
@@ -866,14 +877,14 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def load_machine(name: str, args: argparse.Namespace, target: Llama, mtp: MTP,
+def load_machine(name: str, mtp_steps: int, args: argparse.Namespace, target: Llama, mtp: MTP,
                  checkpoint: dict) -> Machine:
     """The machine of a named method, on target and head that are already loaded."""
     sampling = Sampling(greedy=args.temperature == 0, top_k=args.top_k, top_p=args.top_p)
     eot = -1 if args.ignore_eos else checkpoint["tokenizer"]["eot"]
     drafter, n_slots = None, 1
     if name == "mtp":
-        n_slots = args.mtp_steps + 1
+        n_slots = mtp_steps + 1
     elif name != "none":
         drafter = load_drafter(args.out, name, target.cfg, checkpoint["fingerprint"])
         drafter = drafter.to(target.lm_head.weight)
@@ -910,8 +921,8 @@ def run_prompt(args: argparse.Namespace) -> int:
     """Stream, then measure against plain decoding in turn, and check if asked. The exit status."""
     target, mtp, checkpoint = open_target(args)
     encoding = prepare.encoding(checkpoint["tokenizer"])
-    m = load_machine(args.drafter, args, target, mtp, checkpoint)
-    plain = replace(m, mtp=None, drafter=None, n_slots=1)
+    m = load_machine(args.drafter, args.mtp_steps, args, target, mtp, checkpoint)
+    plain = plain_of(m)
     # an empty prompt starts from end-of-text, as a document does
     prompts = [encoding.encode_ordinary(text) or [encoding.eot_token] for text in args.prompt]
     refuse_long(prompts, target.cfg.context)
@@ -939,10 +950,11 @@ def run_prompt(args: argparse.Namespace) -> int:
     return status
 
 
-def make_rounds(m: Machine, n_rows: int, args: argparse.Namespace, longest: int) -> Rounds:
-    """Rounds as the arguments say, with the steps of every bucket that a text of `longest` tokens
-    meets ready."""
-    rounds = Rounds(m, n_rows, args.graph, args.compile)
+def make_rounds(m: Machine, n_rows: int, args: argparse.Namespace, longest: int,
+                graph: str | None = None) -> Rounds:
+    """Rounds as the arguments say (or with another graph), with the steps of every bucket that a
+    text of `longest` tokens meets ready."""
+    rounds = Rounds(m, n_rows, graph or args.graph, args.compile)
     start = time.perf_counter()
     length = min(longest, m.target.cfg.context)
     for kv_len in sorted({rounds.kv_len(n + m.n_slots) for n in range(1, length + 1)}):
@@ -1056,6 +1068,11 @@ def print_check(plain: Machine, args: argparse.Namespace, prompts: list[list[int
 # --bench
 
 
+# temperature, and whether drafts are coupled (which changes nothing when greedy)
+MODES = {"T = 1 coupled": (1.0, True), "T = 1 argmax": (1.0, False), "greedy": (0.0, True)}
+STAGES_MODE = "T = 1 coupled"
+
+
 class Request(NamedTuple):
     """A prompt, and what the user says after the model's answer (nothing, as a rule)."""
 
@@ -1078,14 +1095,13 @@ def read_requests(path: Path, encoding, n: int, longest: int) -> list[Request]:
     `longest` tokens are taken; or `text`: the first 64 tokens of each of at least 192. Else the
     file is one text: 64 tokens at n evenly spaced places.
     """
-    name = path.name.lower()
-    with (gzip.open if name.endswith(".gz") else open)(path, "rt", encoding="utf-8-sig") as file:
+    with prepare.open_text(path) as file:
         try:
             content = file.read()
         except (UnicodeDecodeError, EOFError, gzip.BadGzipFile, zlib.error) as e:
             raise ValueError(f"{path} cannot be read ({e})") from e
     requests = []
-    if not name.removesuffix(".gz").endswith(".jsonl"):
+    if not prepare.is_jsonl(path):
         tokens = encoding.encode_ordinary(content)
         if len(tokens) < 64 * n:
             raise ValueError(f"{path} has {len(tokens)} tokens, {n} prompts of 64 need {64 * n}: "
@@ -1120,24 +1136,32 @@ def second_turns(m: Machine, requests: list[Request], texts: list[list[int]],
             for r, text in zip(requests, texts) if r.follow_up]
 
 
-def bench_row(m: Machine, plain: Machine, requests: list[Request], batch: int,
+def in_mode(m: Machine, mode: str) -> Machine:
+    temperature, coupled = MODES[mode]
+    return replace(m, sampling=replace(m.sampling, greedy=temperature == 0), coupled=coupled)
+
+
+def decode_requests(m: Machine, requests: list[Request], temperature: float, batch: int,
+                    args: argparse.Namespace) -> Tally:
+    """All requests, then their second turns, so many rows at a time; after a warm-up."""
+    prompts, context = [r.tokens for r in requests], m.target.cfg.context
+    settings = args.max_new_tokens, args.seed, temperature
+    rounds = make_rounds(m, batch, args, context)
+    # a warm-up, with a row that is replaced
+    decode(m, (prompts * 2)[:batch + 1], 4, args.seed, temperature, 0, rounds)
+    tally = decode(m, prompts, *settings, 0, rounds)
+    again = second_turns(m, requests, tally.texts, args.max_new_tokens)
+    if again:
+        rounds = make_rounds(m, min(batch, len(again)), args, context)
+        tally.extend(decode(m, again, *settings, len(requests), rounds))
+    return tally
+
+
+def bench_row(m: Machine, requests: list[Request], temperature: float, batch: int,
               args: argparse.Namespace) -> dict:
-    """Decode all requests with m and plainly, in turn, and count."""
-    runs = {}
-    for name, machine in (("plain", plain), ("speculative", m)):
-        rounds = None  # an older one's graphs go before new ones come
-        rounds = make_rounds(machine, batch, args, machine.target.cfg.context)
-        decode(machine, ([r.tokens for r in requests] * 2)[:batch + 1], 4, args.seed,
-               args.temperature, 0, rounds)  # a warm-up, with a row that is replaced
-        tally = decode(machine, [r.tokens for r in requests], args.max_new_tokens, args.seed,
-                       args.temperature, 0, rounds)
-        again = second_turns(m, requests, tally.texts, args.max_new_tokens)
-        if again:
-            rounds = make_rounds(machine, min(batch, len(again)), args, machine.target.cfg.context)
-            tally.extend(decode(machine, again, args.max_new_tokens, args.seed, args.temperature,
-                                len(requests), rounds))
-        runs[name] = tally
-    base, total = runs["plain"], runs["speculative"]
+    """Decode all requests plainly and with m, in turn, and count."""
+    base, total = (decode_requests(machine, requests, temperature, batch, args)
+                   for machine in (plain_of(m), m))
     histogram = total.total()
     if not sum(histogram) or not base.round_tokens:
         raise ValueError("every text ended at its first token: add --ignore-eos, or give other "
@@ -1145,7 +1169,7 @@ def bench_row(m: Machine, plain: Machine, requests: list[Request], batch: int,
     lengths = [acceptance_length(h) for h in total.histogram if sum(h)]
     n_tokens = sum(map(len, total.texts))
     plain_speed, speed = (t.round_tokens / t.seconds for t in (base, total))
-    return {"temperature": args.temperature, "coupled": m.coupled, "batch": batch,
+    return {"temperature": temperature, "coupled": m.coupled, "batch": batch,
             "prompts": len(requests), "new_tokens": n_tokens,
             "histogram": histogram, "overshoot": total.overshoot,
             "acceptance_length": acceptance_length(histogram),
@@ -1166,24 +1190,20 @@ STAGES = ("noise", "t1", "chain", "draft", "verify", "advance_mtp", "advance_dra
 DROPPED = 16  # first rounds, which warm up
 
 
-def stage_times(m: Machine, prompts: list[list[int]], args: argparse.Namespace) -> dict:
+def stage_times(m: Machine, prompts: list[list[int]], temperature: float,
+                args: argparse.Namespace) -> dict:
     """Medians in ms a round of every step, and of whole rounds without a clock between the steps.
 
     End-of-text is ignored, and the texts go on to the end of the context.
     """
-    m = replace(m, eot=-1)
-    by_step = argparse.Namespace(**vars(args) | {"graph": "step" if args.graph != "off" else "off"})
-    timed, whole = (make_rounds(m, len(prompts), a, m.target.cfg.context) for a in (by_step, args))
-    seconds = []
+    m, context = replace(m, eot=-1), m.target.cfg.context
+    timed, whole = (make_rounds(m, len(prompts), args, context, graph)
+                    for graph in ("off" if args.graph == "off" else "step", args.graph))
+    timed.clock = {}
     for rounds in (timed, whole):
-        rounds.clock = {} if rounds is timed else None
-        since = None
-        for _ in generate(rounds.m, prompts, m.target.cfg.context, args.seed, args.temperature, 0,
-                          rounds):
-            now = time.perf_counter()
-            if rounds is whole and since is not None:
-                seconds.append(now - since)
-            since = now
+        ends = [time.perf_counter()
+                for _ in generate(m, prompts, context, args.seed, temperature, 0, rounds)]
+    seconds = [b - a for a, b in pairwise(ends)]  # of the whole ones, the last
     n = min(DROPPED, len(seconds) // 2)
     stages = {name: 1e3 * statistics.median(times[n:] or times)
               for name, times in timed.clock.items()}
@@ -1223,9 +1243,6 @@ def peak_memory(device: torch.device) -> str:
     return f"{peak / 2 ** 20:.0f} MiB of the whole process"
 
 
-MODES = {"T = 1 coupled": (1.0, False), "T = 1 argmax": (1.0, True), "greedy": (0.0, False)}
-
-
 def run_bench(args: argparse.Namespace) -> int:
     """Tables over methods and modes, and bench.json."""
     target, mtp, checkpoint = open_target(args)
@@ -1234,10 +1251,11 @@ def run_bench(args: argparse.Namespace) -> int:
     args.batch = list(dict.fromkeys(min(b, len(requests)) for b in args.batch))
     trained = [name for name in ARMS if (args.out / f"{name}.pt").exists()]
     wanted = list(dict.fromkeys(args.drafters or ["mtp", *trained]))
-    for name in wanted:  # one that is missing is found before anything is measured
-        load_machine(name, args, target, mtp, checkpoint)
     methods = [(f"mtp x {k}", "mtp", k) for k in sorted({1, 4, args.mtp_steps})
                if "mtp" in wanted] + [(name, name, 1) for name in wanted if name != "mtp"]
+    # one that is missing is found before anything is measured
+    machines = {label: load_machine(name, k, args, target, mtp, checkpoint)
+                for label, name, k in methods}
     device = target.lm_head.weight.device
     print(f"{len(requests)} prompts ({args.prompts or 'held out'}), {args.max_new_tokens} new "
           f"tokens, {args.dtype}, {describe_device(device)}, graph {args.graph}"
@@ -1250,33 +1268,24 @@ def run_bench(args: argparse.Namespace) -> int:
           f"{'4-grams':>8} {'tokens/s':>9} {'factor':>7} {'end to end':>11} {'differ':>7}")
     rows = []
     for batch in args.batch:
-        for mode, (temperature, argmax) in MODES.items():
-            if argmax and batch != args.batch[0]:
+        for mode, (temperature, coupled) in MODES.items():
+            if not coupled and batch != args.batch[0]:
                 continue  # acceptance does not depend on the batch
-            for label, method, k in methods:
-                m, plain, setting = bench_machines(args, target, mtp, checkpoint, method, k,
-                                                   temperature, argmax)
+            for label, m in machines.items():
                 row = {"drafter": label, "mode": mode} | bench_row(
-                    m, plain, requests, batch, setting)
+                    in_mode(m, mode), requests, temperature, batch, args)
                 rows.append(row)
                 print(f"{mode:14} {batch:5} {label:14} {row['acceptance_length']:7.3f} "
                       f"{row['per_request_length']:8.3f} {row['first_token_acceptance']:6.3f} "
                       f"{row['distinct_4gram']:8.3f} {row['tokens_per_s']:9.0f} "
                       f"{row['factor']:7.2f} {row['e2e_tokens_per_s']:11.0f} "
                       f"{row['texts_that_differ']:7d}", flush=True)
-    save_rows(args.out / "bench.json", rows)
+    save_json(args.out / "bench.json", rows)
     print_positions([row for row in rows if row["batch"] == rows[0]["batch"]])
-    print_stages(args, rows, target, mtp, checkpoint, methods, requests)
+    print_stages(args, rows, machines, requests)
     print(f"\npeak memory {peak_memory(device)}")
-    save_rows(args.out / "bench.json", rows)
+    save_json(args.out / "bench.json", rows)
     return int(args.dtype == "float64" and any(row["texts_that_differ"] for row in rows))
-
-
-def save_rows(path: Path, rows: list[dict]) -> None:
-    """Write to a temporary name and rename: a failed or interrupted save keeps the older file."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(rows, indent=1, allow_nan=False))
-    temporary.replace(path)
 
 
 def bench_requests(args: argparse.Namespace, target: Llama, checkpoint: dict,
@@ -1304,16 +1313,6 @@ def bench_requests(args: argparse.Namespace, target: Llama, checkpoint: dict,
     return requests
 
 
-def bench_machines(args: argparse.Namespace, target: Llama, mtp: MTP, checkpoint: dict,
-                   method: str, k: int, temperature: float,
-                   argmax: bool) -> tuple[Machine, Machine, argparse.Namespace]:
-    """The method's machine, plain decoding's, and the arguments of this mode."""
-    changes = {"temperature": temperature, "argmax_drafts": argmax, "mtp_steps": k}
-    setting = argparse.Namespace(**{**vars(args), **changes})
-    m = load_machine(method, setting, target, mtp, checkpoint)
-    return m, replace(m, mtp=None, drafter=None, n_slots=1), setting
-
-
 def print_positions(rows: list[dict]) -> None:
     """Acceptance by position: conditional shares, and cumulative ones as a chart."""
     n = max(len(row["histogram"]) for row in rows) - 1
@@ -1329,12 +1328,12 @@ def print_positions(rows: list[dict]) -> None:
         print(f"{row['mode']:14} {row['drafter']:14} {' '.join(cells)}  {chart}")
 
 
-def print_stages(args: argparse.Namespace, rows: list[dict], target: Llama, mtp: MTP,
-                 checkpoint: dict, methods: list, requests: list[Request]) -> None:
-    """Where the time of a round goes; each row of `rows` in this mode gets its stages_ms."""
-    mode, temperature, argmax = "T = 1 coupled", *MODES["T = 1 coupled"]
-    print(f"\nms a round, medians at {mode}, end-of-text ignored, to the end of the context, first "
-          f"{DROPPED} rounds dropped | round: whole, with no clock inside\n"
+def print_stages(args: argparse.Namespace, rows: list[dict], machines: dict[str, Machine],
+                 requests: list[Request]) -> None:
+    """Where the time of a round goes; each row of `rows` in STAGES_MODE gets its stages_ms."""
+    machines = {"plain": plain_of(next(iter(machines.values())))} | machines
+    print(f"\nms a round, medians at {STAGES_MODE}, end-of-text ignored, to the end of the context,"
+          f" first {DROPPED} rounds dropped | round: whole, with no clock inside\n"
           "reads: bytes of weights over a plain step's | expected: length / (round / plain step) | "
           "factor: measured above\n\n"
           f"{'batch':>5} {'method':14} " + " ".join(f"{x.replace('advance_', '+'):>7}"
@@ -1343,13 +1342,11 @@ def print_stages(args: argparse.Namespace, rows: list[dict], target: Llama, mtp:
     for batch in args.batch:
         prompts = [r.tokens for r in requests[:batch]]
         step = None
-        for label, method, k in [("plain", "none", 1), *methods]:
-            m, _, setting = bench_machines(args, target, mtp, checkpoint, method, k, temperature,
-                                           argmax)
-            times = stage_times(m, prompts, setting)
+        for label, m in machines.items():
+            times = stage_times(in_mode(m, STAGES_MODE), prompts, MODES[STAGES_MODE][0], args)
             step = step or times["round"]
-            row = next((row for row in rows if row["drafter"] == label and row["mode"] == mode
-                        and row["batch"] == batch), None)
+            row = next((row for row in rows if (row["drafter"], row["mode"], row["batch"])
+                        == (label, STAGES_MODE, batch)), None)
             ends = ""
             if row:
                 row["stages_ms"] = times

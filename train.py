@@ -36,8 +36,8 @@ from tqdm import tqdm
 from data import prepare
 from dflash import draft_preset, sample_anchors
 from dmtp import (ARMS, LABELS, Drafter, block_loss, check_compiler, drafter_checkpoint,
-                  load_checkpoint, load_target, pick_device, save_checkpoint, start_from,
-                  target_checkpoint, to_device)
+                  load_checkpoint, load_target, pick_device, save_checkpoint, save_json, save_whole,
+                  start_from, target_checkpoint, to_device)
 from model import MAX_LOGITS, SIZES, Block, Config, Llama, preset
 from mtp import LOSSES, MTP, MTPLoss, check_cancels, draft_quality, target_losses
 
@@ -412,9 +412,8 @@ def start_log(out: Path, name: str, step: int) -> None:
         except (ValueError, KeyError, TypeError) as e:
             raise ValueError(f"{path} has a line that is not of this project, or was cut short: "
                              "move the file away") from e
-        temporary = path.with_name(path.name + ".tmp")
-        temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
-        os.replace(temporary, path)
+        text = "".join(json.dumps(line) + "\n" for line in kept)
+        save_whole(path, lambda temporary: temporary.write_text(text))
 
 
 def log(out: Path, line: dict) -> None:
@@ -847,16 +846,6 @@ def load_result(path: Path) -> dict:
     return result
 
 
-def save_result(path: Path, result: dict) -> None:
-    """Write to a temporary name and rename: a failed or interrupted save keeps the older file."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        temporary.write_text(json.dumps(result, indent=1) + "\n")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 # ----------------------------------------------------------------------------------------------
 # tables
 
@@ -984,7 +973,7 @@ def run_compare(args: argparse.Namespace, data: prepare.Dataset, device: torch.d
     print(f"compare   {size}, n = {len(seeds)} seeds of each: {', '.join(args.compare)}")
     print(f"recipe    {describe(recipe, cfg.context)} and on")
     result = result or {"settings": settings, "runs": []}
-    save_result(path, result)
+    save_json(path, result)
     with CtrlC() as ctrl_c:
         run_arms(args, seeds, cfg, recipe, data.train, held_out, path, result, ctrl_c)
         result["baseline"] = baseline_of(args.compare)
@@ -994,7 +983,7 @@ def run_compare(args: argparse.Namespace, data: prepare.Dataset, device: torch.d
             on_gpu = device.type == "cuda"
             result["cost_on"] = (torch.cuda.get_device_name(device) if on_gpu else
                                  f"CPU, {torch.get_num_threads()} threads")
-    save_result(path, result)
+    save_json(path, result)
     report_comparison(result, args.compare, seeds)
 
 
@@ -1023,7 +1012,7 @@ def run_arms(args: argparse.Namespace, seeds: range, cfg: Config, recipe: Recipe
                 if name == "val":
                     bar.write(f"{arm:10} seed {seed} | " + describe_measures(
                         {m: measures[m] for m in MEASURES[:4]}, 4))
-            save_result(path, result)
+            save_json(path, result)
 
 
 def train_arm(stage: Stage, recipe: Recipe, tokens: np.ndarray, micro_batch: int | None,

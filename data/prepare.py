@@ -48,7 +48,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 import numpy as np
 import tiktoken
@@ -261,16 +261,23 @@ def list_files(names: list[str]) -> list[Path]:
     return paths
 
 
+def open_text(path: Path) -> TextIO:
+    """A text to read, plain or .gz; a byte order mark is skipped."""
+    packed = path.name.lower().endswith(".gz")
+    return (gzip.open if packed else open)(path, "rt", encoding="utf-8-sig")
+
+
+def is_jsonl(path: Path) -> bool:
+    return path.name.lower().removesuffix(".gz").endswith(".jsonl")
+
+
 def read_files(paths: list[Path]) -> Iterator[Part]:
     """The documents of .txt and .jsonl files; ValueError names a file that cannot be read."""
     for path in paths:
-        name = path.name.lower()
-        opened = gzip.open(path, "rt", encoding="utf-8-sig") if name.endswith(".gz") else \
-            open(path, encoding="utf-8-sig")
+        opened = open_text(path)
         try:
             with opened as file:
-                read = read_jsonl if name.removesuffix(".gz").endswith(".jsonl") else read_txt
-                yield from read(file)
+                yield from (read_jsonl if is_jsonl(path) else read_txt)(file)
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is not UTF-8 (byte 0x{error.object[error.start]:02x}): "
                              "convert it, or leave it out") from error

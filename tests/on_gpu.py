@@ -1,7 +1,7 @@
 """On a machine with a GPU: train, measure and test there all that is claimed of GPUs.
 
     python data/prepare.py TEXTS --name texts --vocab 8192
-    python tests/on_gpu.py --data texts                      some minutes; prints everything
+    python -m tests.on_gpu --data texts                      some minutes; prints everything
 
 In turn: speed and peak memory of a training step for standard, error-cancelled and KL losses; a
 target and a DMTP drafter of some hundred steps; the bench with graphs off, of steps, of rounds; the
@@ -17,8 +17,6 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from data import prepare
 from model import Llama, preset
 from mtp import MTP
@@ -26,11 +24,13 @@ from mtp import MTP
 ROOT = Path(__file__).parents[1]
 
 
-def run(*words: str) -> None:
+def run(*words: str) -> int:
+    """The exit status of a command, which prints what it has to say."""
     print("\n$ python", " ".join(words), flush=True)
     start = time.perf_counter()
     status = subprocess.run([sys.executable, *words], cwd=ROOT, check=False).returncode
     print(f"({time.perf_counter() - start:.0f} s, exit status {status})", flush=True)
+    return status
 
 
 def matrix_speed(device: str, n: int) -> float:
@@ -70,11 +70,12 @@ def main() -> None:
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         sys.exit("error: no CUDA device is here: run this on a machine with one, or --device cpu")
-    common = ["--size", args.size, "--data", args.data, "--device", args.device]
-    several = [*common, "--batch", str(args.batch)]
+    several = ["--size", args.size, "--data", args.data, "--device", args.device, "--batch",
+               str(args.batch)]
     out = ["--out", args.out]
-    run("train.py", "--compare", "standard", "ec", "kl", "kl-chunked", "--seeds", "1", "--steps",
-        str(max(2, args.steps // 20)), "--out", f"{args.out}-compare", *several)
+    if run("train.py", "--compare", "standard", "ec", "kl", "kl-chunked", "--seeds", "1", "--steps",
+           str(max(2, args.steps // 20)), "--out", f"{args.out}-compare", *several):
+        sys.exit("error: the comparison above failed, and its figures are missing")
     cost = json.loads((ROOT / f"{args.out}-compare" / "compare.json").read_text())["cost"]
     peak = matrix_speed(args.device, 8192 if args.device == "cuda" else 1024)
     flops = flops_a_token(args.size, prepare.load(args.data).tokenizer["vocab_size"])

@@ -15,28 +15,13 @@ import torch
 
 import train
 from data import prepare
-from model import SIZES
 from train import (CHART_WIDTH, COMPARED, chart, difference_table, encode_file, interval, paired,
                    saved_bytes, t_quantile, verdict)
 
-ROOT = Path(train.__file__).parent
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    """This project's own sources, prepared with 300 tokens."""
-    paths = sorted([*ROOT.glob("*.py"), *ROOT.glob("tests/*.py")])
-    folder = tmp_path_factory.mktemp("data") / "own"
-    source = prepare.Source("tests", lambda: prepare.read_library(paths), {}, val_share=0.12)
-    prepare.prepare_text(folder, source, 300)
-    return folder
-
 
 @pytest.fixture
-def run(monkeypatch, data, tmp_path):
+def run(monkeypatch, very_small, data, tmp_path):
     """Runs train.main --compare on a very small size and gives (exit status, compare.json)."""
-    monkeypatch.setitem(SIZES, "tiny", (2, 16, 2, 8, 24, 32))
-    monkeypatch.setattr(train, "EVAL_WINDOWS", 8)
     monkeypatch.setattr(train, "COST_TURNS", 2)
 
     def main(*flags: str, arms: str = "standard ec", out: str = "out") -> tuple[int, Path]:
@@ -368,14 +353,10 @@ def test_a_loss_that_is_not_finite_names_its_run_and_keeps_those_before(run, mon
     assert [row["arm"] for row in json.loads(path.read_text())["runs"]] == ["standard"]
 
 
-def test_ctrl_c_ends_in_one_line_that_says_how_to_go_on(data, tmp_path):
-    script = tmp_path / "small_train.py"
-    script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\nimport train\n"
-                      "train.SIZES['tiny'] = (2, 16, 2, 8, 24, 32)\ntrain.EVAL_WINDOWS = 8\n"
-                      "sys.exit(train.main())\n")
+def test_ctrl_c_ends_in_one_line_that_says_how_to_go_on(data, train_script, tmp_path):
     flags = ["--data", str(data), "--out", str(tmp_path / "out"), "--steps", "100000", "--compare",
              "ec", "standard"]
-    process = subprocess.Popen([sys.executable, str(script), *flags], stderr=subprocess.PIPE,
+    process = subprocess.Popen([sys.executable, str(train_script), *flags], stderr=subprocess.PIPE,
                                stdout=subprocess.DEVNULL, text=True)
     for _ in range(600):
         time.sleep(0.1)

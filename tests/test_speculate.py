@@ -570,7 +570,7 @@ def test_rows_at_their_limit_stand_still(small, method):
 
 
 # ----------------------------------------------------------------------------------------------
-# measures
+# rows replaced, steps made ready, projections joined
 
 
 @pytest.mark.parametrize("method", ALL_METHODS)
@@ -666,6 +666,10 @@ def test_joined_projections_change_no_text(method):
     join_projections(target, mtp, *drafters.values())
     after = decode(m, [[1, 2, 3], [4]], 30, 7, 1.0)
     assert (after.texts, after.histogram) == (before.texts, before.histogram)
+
+
+# ----------------------------------------------------------------------------------------------
+# measures
 
 
 def test_acceptance_measures_by_hand():

@@ -12,10 +12,8 @@ import pytest
 import torch
 
 import train
-from data import prepare
 from dmtp import ARMS, fingerprint, load_drafter, load_target
 from kit import small_config, small_drafter, small_models
-from model import SIZES
 from mtp import MTPLoss
 from train import (KeepFloat32, Recipe, Stage, get_batch, get_lr, make_optimizers, optimizer_step,
                    step_gradients)
@@ -25,22 +23,9 @@ RECIPE = Recipe(steps=20, batch=4, optimizer="muon", lr=0.01, lr_rest=0.005, wei
                 warmup=2, seed=1, dtype="float32")
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    """This project's own sources, prepared with 300 tokens."""
-    paths = sorted([*ROOT.glob("*.py"), *ROOT.glob("tests/*.py")])
-    folder = tmp_path_factory.mktemp("data") / "own"
-    source = prepare.Source("tests", lambda: prepare.read_library(paths), {}, val_share=0.12)
-    prepare.prepare_text(folder, source, 300)
-    return folder
-
-
 @pytest.fixture
-def run(monkeypatch, data, tmp_path):
+def run(very_small, data, tmp_path):
     """Runs train.main on a very small size and gives (exit status, out folder)."""
-    monkeypatch.setitem(SIZES, "tiny", (2, 16, 2, 8, 24, 32))
-    monkeypatch.setattr(train, "EVAL_WINDOWS", 8)
-
     def main(*flags: str, out: str = "out") -> tuple[int, Path]:
         settings = ["--data", str(data), "--out", str(tmp_path / out), "--steps", "8",
                     "--drafter-steps", "8", "--batch", "4"]
@@ -233,16 +218,6 @@ def test_help_has_one_line_for_every_drafter(capsys):
     lines = capsys.readouterr().out.splitlines()
     for name, arm in ARMS.items():
         assert f"  {name:14} {arm.about}" in lines
-
-
-@pytest.fixture
-def train_script(tmp_path) -> Path:
-    """train.py on a very small size, as a script for torchrun."""
-    path = tmp_path / "small_train.py"
-    path.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\nimport train\n"
-                    "train.SIZES['tiny'] = (2, 16, 2, 8, 24, 32)\ntrain.EVAL_WINDOWS = 8\n"
-                    "sys.exit(train.main(sys.argv[1:]))\n")
-    return path
 
 
 def run_processes(n: int, script: Path, *flags: str) -> subprocess.CompletedProcess:
