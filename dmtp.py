@@ -262,6 +262,17 @@ def check_compiler(device: torch.device) -> None:
                          "needs a C++ compiler for CPUs, Triton for GPUs; or leave it out") from e
 
 
+def no_memory(error: RuntimeError | MemoryError) -> str:
+    """One line for a full memory, a GPU's or the system's; any other error is raised again.
+
+    subtle: for the system's, torch raises a bare RuntimeError that is known by its text alone.
+    """
+    text = str(error)
+    if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "CPUAllocator" not in text:
+        raise error
+    return f"out of memory ({'. '.join(text.split('Allocator: ')[-1].split('. ')[:2])})"
+
+
 def to_device(x: Tensor, device: torch.device) -> Tensor:
     """x there; a GPU fetches it from pinned memory while this process goes on."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)

@@ -48,8 +48,8 @@ from torch import Tensor
 
 from data import prepare
 from dflash import N_BEST, slot_positions
-from dmtp import (ARMS, Drafter, check_compiler, load_drafter, load_target, pick_device,
-                  save_json)
+from dmtp import (ARMS, Drafter, check_compiler, load_drafter, load_target, no_memory,
+                  pick_device, save_json)
 from model import KV, MAX_SLOTS, Llama, join_projections, new_cache
 from mtp import MTP
 
@@ -911,7 +911,9 @@ def open_target(args: argparse.Namespace) -> tuple[Llama, MTP, dict]:
     args.graph = args.graph or ("round" if device.type == "cuda" else "off")
     if args.compile:
         check_compiler(device)
-        torch._dynamo.config.recompile_limit = 256  # a step is compiled once a machine
+        # a step is compiled once a machine
+        torch._dynamo.config.recompile_limit = 1 << 16
+        torch._dynamo.config.accumulated_recompile_limit = 1 << 16
     models = target.to(device, dtype), mtp.to(device, dtype)
     join_projections(*models)
     return *models, checkpoint
@@ -1367,6 +1369,10 @@ def main(argv: list[str] | None = None) -> int:
         return run_bench(args) if args.bench else run_prompt(args)
     except (ValueError, OSError) as e:
         print(f"error: {e}", file=sys.stderr)
+        return 1
+    except (RuntimeError, MemoryError) as e:
+        print(f"error: {no_memory(e)}: give fewer rows at a time, or --dtype bfloat16",
+              file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)

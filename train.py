@@ -36,8 +36,8 @@ from tqdm import tqdm
 from data import prepare
 from dflash import draft_preset, sample_anchors
 from dmtp import (ARMS, LABELS, Drafter, block_loss, check_compiler, drafter_checkpoint,
-                  load_checkpoint, load_target, pick_device, save_checkpoint, save_json, save_whole,
-                  start_from, target_checkpoint, to_device)
+                  load_checkpoint, load_target, no_memory, pick_device, save_checkpoint, save_json,
+                  save_whole, start_from, target_checkpoint, to_device)
 from model import MAX_LOGITS, SIZES, Block, Config, Llama, preset
 from mtp import LOSSES, MTP, MTPLoss, check_cancels, draft_quality, target_losses
 
@@ -520,7 +520,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--eval", nargs="+", metavar="FILE",
         help="further texts that --compare judges on: .txt and .jsonl, also .gz")
     args = parser.parse_args(argv)
-    check_compare_flags(parser, args)
+    check_flags(parser, args)
     args.mtp_loss = args.mtp_loss or "ec"
     for name in ("steps", "drafter_steps", "batch", "lr", "micro_batch", "seeds"):
         value = getattr(args, name)
@@ -532,8 +532,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def check_compare_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Exit with a message where flags do not go with --compare, or not without it."""
+def check_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Exit with a message where a flag would do nothing, in a stage or beside --compare."""
     def given(*names: str) -> str:
         return ", ".join(f"--{name.replace('_', '-')}" for name in names
                          if getattr(args, name) != parser.get_default(name))
@@ -541,6 +541,11 @@ def check_compare_flags(parser: argparse.ArgumentParser, args: argparse.Namespac
     if not args.compare:
         if alone := given("seeds", "eval"):
             parser.error(f"{alone}: only with --compare")
+        unused = {"all": (), "drafter": ("steps",),
+                  "target": ("drafter", "init_from", "drafter_steps", "labels")}[args.stage]
+        if idle := given(*unused):
+            parser.error(f"{idle}: not used in --stage {args.stage}, leave it out"
+                         + "; the drafter's is --drafter-steps" * (args.stage == "drafter"))
         return
     if twice := [arm for i, arm in enumerate(args.compare) if arm in args.compare[:i]]:
         parser.error(f"--compare has {twice[0]} twice: name each arm once")
@@ -1142,6 +1147,10 @@ def main(argv: list[str] | None = None) -> int:
             run(args)
     except (ValueError, OSError) as e:
         print(f"error: {e}" if speaker is None else f"process {process()[0]}: {e}", file=sys.stderr)
+        return 1
+    except (RuntimeError, MemoryError) as e:
+        print(f"error: {no_memory(e)}: give a smaller --micro-batch, or a smaller --batch",
+              file=sys.stderr)
         return 1
     except KeyboardInterrupt as e:
         words = sys.argv[1:] if argv is None else argv

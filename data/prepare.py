@@ -241,6 +241,15 @@ def read_library(paths: list[Path]) -> Iterator[Part]:
             yield Part("", True)
 
 
+def walk(folder: Path) -> Iterator[Path]:
+    """All files below a folder; OSError for a part of it that may not be read."""
+    def refuse(error: OSError):
+        raise error
+
+    for parent, _, names in os.walk(folder, onerror=refuse):
+        yield from (Path(parent, name) for name in names)
+
+
 def list_files(names: list[str]) -> list[Path]:
     """The .txt and .jsonl files, plain or .gz, that names are or hold; ValueError for another."""
     suffixes = (".txt", ".jsonl", ".txt.gz", ".jsonl.gz")
@@ -252,7 +261,7 @@ def list_files(names: list[str]) -> list[Path]:
                              "folders")
         if not name.exists():
             raise ValueError(f"there is no {name}: give stdlib, fineweb-edu, or files and folders")
-        found = sorted(name.rglob("*")) if name.is_dir() else [name]
+        found = sorted(walk(name)) if name.is_dir() else [name]
         found = [p for p in found if p.name.lower().endswith(suffixes) and p.is_file()]
         if not found:
             raise ValueError(f"{name} {'has no files' if name.is_dir() else 'is no file'} of a "

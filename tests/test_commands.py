@@ -121,6 +121,16 @@ def test_bad_numbers_are_refused_with_the_flag_and_what_is_allowed(run, capsys, 
     assert f"{flags[0]} is {flags[1]}" in capsys.readouterr().err
 
 
+def test_a_full_memory_is_one_line_that_says_what_to_do(run, monkeypatch):
+    def fail(*settings):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 ..")
+
+    monkeypatch.setattr(speculate, "new_state", fail)
+    status, _, error = run("--prompt", "x")
+    assert status == 1 and error.count("\n") == 1
+    assert "CUDA out of memory. Tried to allocate 2.00 GiB" in error and "fewer rows" in error
+
+
 def test_no_tokens_asked_for_prints_the_prompt_alone(run):
     assert run("--prompt", "def f", "--max-new-tokens", "0")[:2] == (0, "def f\n")
 

@@ -318,6 +318,10 @@ def test_mistakes_end_in_one_line_before_anything_is_trained(run, tmp_path, caps
     (["--compare", "ec", "--seed", str(2 ** 63 - 1), "--seeds", "2"], ["--seed"]),
     (["--seeds", "3"], ["--seeds: only with --compare"]),
     (["--eval", "x.txt", "--seeds", "2"], ["--seeds, --eval: only with --compare"]),
+    (["--stage", "target", "--labels", "hard"], ["--labels: not used in --stage target"]),
+    (["--stage", "target", "--drafter", "dflash", "--drafter-steps", "9"],
+     ["--drafter, --drafter-steps: not used in --stage target"]),
+    (["--stage", "drafter", "--steps", "9"], ["--steps: not used", "--drafter-steps"]),
     (["--compare", "ec", "--stage", "target", "--resume"], ["leave out --stage, --resume"]),
     (["--compare", "ec", "--drafter", "dflash"], ["leave out --drafter"]),
     (["--compare", "ec", "--ec-mtp"], ["leave out --mtp-loss"])])

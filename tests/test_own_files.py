@@ -143,6 +143,22 @@ def own_files(folder: Path) -> list[Path]:
     return [folder / name for name in contents]
 
 
+def test_a_folder_that_may_not_be_read_is_not_skipped(tmp_path, monkeypatch):
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open" / "a.txt").write_text("a")
+    (tmp_path / "closed").mkdir()
+    scandir = os.scandir
+
+    def refusing(path):
+        if Path(path).name == "closed":
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)  # whoever runs the tests may read anything
+    with pytest.raises(PermissionError, match="closed"):
+        prepare.list_files([str(tmp_path)])
+
+
 def test_the_command_on_a_folder_gives_all_its_documents(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(prepare, "__file__", str(tmp_path / "data" / "prepare.py"))
     paths = own_files(tmp_path / "my texts")

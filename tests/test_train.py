@@ -27,8 +27,10 @@ RECIPE = Recipe(steps=20, batch=4, optimizer="muon", lr=0.01, lr_rest=0.005, wei
 def run(very_small, data, tmp_path):
     """Runs train.main on a very small size and gives (exit status, out folder)."""
     def main(*flags: str, out: str = "out") -> tuple[int, Path]:
-        settings = ["--data", str(data), "--out", str(tmp_path / out), "--steps", "8",
-                    "--drafter-steps", "8", "--batch", "4"]
+        settings = ["--data", str(data), "--out", str(tmp_path / out), "--batch", "4"]
+        stage = flags[flags.index("--stage") + 1] if "--stage" in flags else "all"
+        settings += ["--steps", "8"] * (stage != "drafter")
+        settings += ["--drafter-steps", "8"] * (stage != "target")
         return train.main(settings + list(flags)), tmp_path / out
 
     return main
@@ -375,6 +377,31 @@ def test_mistakes_end_in_one_line_that_says_what_to_do(run, capsys, flags, word)
     assert run(*flags, out="empty")[0] == 1
     error = capsys.readouterr().err
     assert word in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("error, words", [
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has .."),
+     "CUDA out of memory. Tried to allocate 2.00 GiB)"),
+    (MemoryError("Unable to allocate 3.00 GiB"), "Unable to allocate 3.00 GiB"), (None, "bytes")])
+def test_a_full_memory_is_one_line_that_says_what_to_do(run, capsys, monkeypatch, error, words):
+    def fail(*settings):
+        if error:
+            raise error
+        torch.empty(1 << 50)  # the system's own refusal
+
+    monkeypatch.setattr(train, "step_gradients", fail)
+    assert run("--stage", "target")[0] == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("error: out of memory") and words in last and "--micro-batch" in last
+
+
+def test_a_fault_that_is_not_a_full_memory_is_not_hidden(run, monkeypatch):
+    def fail(*settings):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(train, "step_gradients", fail)
+    with pytest.raises(RuntimeError, match="illegal"):
+        run("--stage", "target")
 
 
 @pytest.mark.parametrize("flags", [["--steps", "0"], ["--lr", "-1"], ["--seed", "-1"],
