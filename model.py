@@ -187,6 +187,8 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
             or torch.is_grad_enabled():
         return F.linear(x, weight)
     rows = x.reshape(n, x.size(-1))
+    if n == 1 and torch.compiler.is_compiling():
+        return (weight * rows).sum(dim=-1).view(*x.shape[:-1], weight.size(0))
     rows = torch.cat((rows, rows)) if n == 1 else rows
     return (weight @ rows.T)[:, :n].T.reshape(*x.shape[:-1], weight.size(0))
 

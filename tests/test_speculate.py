@@ -7,6 +7,7 @@ is the oracle for caches and states: a fault there lowers acceptance and never s
 import itertools
 import math
 from dataclasses import fields, replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -642,6 +643,31 @@ def test_steps_made_outside_of_a_generation_need_no_gradients(small):
         patch.setattr(speculate, "capture", spy)
         Rounds(m, 1, "step").steps(128)
     assert seen == [False] * 7
+
+
+def test_compiled_machines_share_no_code_and_give_the_texts_of_eager_ones(monkeypatch):
+    """Nothing at a call asks which machine it is, so each has code of its own. It is traced as
+    always, and then run by Python: to make machine code of it would take minutes."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    target, mtp = small_models()
+    drafters = {"dmtp": small_drafter(target.cfg, "dmtp")}
+    texts = []
+    for method, coupled in (("dmtp", False), ("dmtp", True), ("none", True)):
+        m = machine(method, target, mtp, drafters, coupled=coupled)
+        rounds = [Rounds(m, 2), Rounds(m, 2, compiled=True, longest=23)]
+        eager, compiled = (decode(m, [[1, 2, 3], [4]], 20, 7, 1.0, rounds=r) for r in rounds)
+        assert (eager.texts, eager.histogram) == (compiled.texts, compiled.histogram)
+        texts.append(eager.histogram)
+    assert texts[0] != texts[1]
+
+
+def test_compiled_steps_read_the_bucket_of_the_longest_text_and_refuse_a_longer_one(small):
+    target, mtp, drafters = small
+    m = machine("dmtp", target, mtp, drafters)
+    rounds = Rounds(m, 1, compiled=True, longest=10)
+    assert rounds.kv_len(9) == rounds.kv_len(18) == bucket(18, target.cfg.context + 8)
+    with pytest.raises(AssertionError, match="longer"):
+        rounds.kv_len(19)
 
 
 def test_a_clock_times_every_step_of_every_round_and_changes_nothing(small):
