@@ -250,7 +250,8 @@ def pick_device(wanted: str | None) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= n:
         raise ValueError(f"--device is {wanted!r}, but torch sees {n} CUDA devices: "
                          "use --device cpu")
-    return device
+    # subtle: with an index, as torch.cuda.set_device refuses a bare "cuda"
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
 def check_compiler(device: torch.device) -> None:
@@ -267,7 +268,7 @@ def no_memory(error: RuntimeError | MemoryError) -> str:
 
     subtle: for the system's, torch raises a bare RuntimeError that is known by its text alone.
     """
-    text = str(error)
+    text = str(error) or "no more for this process"
     if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "CPUAllocator" not in text:
         raise error
     return f"out of memory ({'. '.join(text.split('Allocator: ')[-1].split('. ')[:2])})"

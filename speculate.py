@@ -36,7 +36,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -234,8 +234,8 @@ def t1_step(m: Machine, s: RoundState) -> None:
 
 
 def chain_step(m: Machine, s: RoundState) -> None:
-    """Reads mtp_state, block[:, 1], noise. Writes block[:, 2:], mtp_kv (as scratch). MTP by itself:
-    the head goes on from its own states, in place of the target's, which do not exist yet."""
+    """Reads pos, mtp_state, block[:, 1], noise. Writes block[:, 2:], mtp_kv (as scratch).
+    MTP by itself: the head goes on from its own states, as the target's do not exist yet."""
     h = s.mtp_state[:, None]  # (B, 1, C), row pos - 1
     for j in range(1, m.n_slots - 1):
         row = s.pos[:, None] + (j - 1)
@@ -244,7 +244,7 @@ def chain_step(m: Machine, s: RoundState) -> None:
 
 
 def draft_step(m: Machine, s: RoundState) -> None:
-    """Reads block[:, :2], t1_emb, mtp_state, noise, draft_kv.
+    """Reads pos, block[:, :2], t1_emb, mtp_state, noise, draft_kv.
     Writes block[:, first:], draft_kv (as scratch)."""
     first, offset, dflash = m.drafter.first, m.drafter.arm.offset, m.drafter.dflash
     a_emb = m.target.embed_tokens(s.block[:, 0])                                # (B, C)
@@ -321,7 +321,8 @@ def advance_draft_step(m: Machine, s: RoundState) -> None:
 
 
 def commit_step(m: Machine, s: RoundState) -> None:
-    """Reads choice, n_accept, n_keep. Writes emit, block[:, 0], pos, limit. Ended rows emit 0."""
+    """Reads choice, n_accept, n_keep, and what it writes: emit, block[:, 0], pos, limit. Ended rows
+    emit 0."""
     moving = s.pos < s.limit
     count = torch.where(moving, s.n_keep + 1, 0)
     s.emit.copy_(torch.cat((count[:, None], s.n_accept[:, None], s.choice), dim=1))
@@ -384,14 +385,12 @@ def prefill(m: Machine, s: RoundState, prompts: list[list[int]], n_new: int,
     s.limit.copy_(torch.where(pending == m.eot, lengths, limit))
 
 
-def place(s: RoundState, row: int, one: RoundState) -> None:
-    """Put the only row of `one`, just prefilled, into a row of s: all that the invariant names."""
-    for name in ("pos", "limit", "request", "block", "mtp_state"):
-        getattr(s, name)[row].copy_(getattr(one, name)[0])
-    for name in ("target_kv", "mtp_kv", "draft_kv"):
-        for layers, from_layers in zip(getattr(s, name), getattr(one, name)):
-            for cache, rows in zip(layers, from_layers):
-                cache[row].copy_(rows[0])
+def row_of(s: RoundState, row: int) -> RoundState:
+    """One row of s as a state of views: what is written to it is written to s."""
+    def view(x):
+        return tuple(map(view, x)) if isinstance(x, tuple) else x[row:row + 1] if x.dim() else x
+
+    return RoundState(**{f.name: view(getattr(s, f.name)) for f in fields(s)})
 
 
 # ----------------------------------------------------------------------------------------------
@@ -445,7 +444,7 @@ class Rounds:
         context = m.target.cfg.context
         self.longest = min(longest or context, context)
         self.m, self.graph, self.compiled = m, graph, compiled
-        self.s, self.one = new_state(m, n_rows, 0, 1.0), None
+        self.s = new_state(m, n_rows, 0, 1.0)
         self.device = self.s.pos.device
         captures = graph != "off" and self.device.type == "cuda"
         self.side = torch.cuda.Stream() if captures else None
@@ -518,11 +517,7 @@ class Rounds:
 
     def refill(self, row: int, prompt: list[int], n_new: int, request: int) -> int:
         """The pending token of a prompt, processed by itself and put into a row."""
-        one = self.one = self.one or new_state(self.m, 1, 0, 1.0)
-        one.seed.copy_(self.s.seed)
-        one.temperature.copy_(self.s.temperature)
-        [pending] = self.prefill(one, [prompt], n_new, request)
-        place(self.s, row, one)
+        [pending] = self.prefill(row_of(self.s, row), [prompt], n_new, request)
         return pending
 
 
@@ -711,20 +706,21 @@ def compare(plain: Machine, prompts: list[list[int]], a: Tally, b: Tally, block:
             found.append(Difference(row, index, -1, -1, math.inf, 0.0, False))  # one text is longer
             continue
         text = prompts[row] + x[:index]
-        s = new_state(plain, 1, seed, temperature)
         one = cached_logits(plain, text, 1)          # (n, V), the last row predicts the difference
         many = cached_logits(plain, text, block)
         noise = (one - many).abs().max().item()
         position = torch.tensor([[len(text)]], device=one.device)
-        luck = gumbel(s.seed, torch.tensor([row], device=one.device), position, one.size(-1))[0, 0]
-        scores = perturb(one[-1], luck, s.temperature, replace(plain.sampling, top_k=0, top_p=1.0))
+        luck = gumbel(torch.tensor(seed, device=one.device), torch.tensor([row], device=one.device),
+                      position, one.size(-1))[0, 0]
+        heat = torch.tensor(temperature, device=one.device)
+        scores = perturb(one[-1], luck, heat, replace(plain.sampling, top_k=0, top_p=1.0))
         gap = (scores[x[index]] - scores[y[index]]).item()
         either = []
         for up, down in ((x[index], y[index]), (y[index], x[index])):
             moved = one[-1].clone()
             moved[up] += 2 * noise
             moved[down] -= 2 * noise
-            choice = perturb(moved, luck, s.temperature, plain.sampling).argmax().item()
+            choice = perturb(moved, luck, heat, plain.sampling).argmax().item()
             either.append(choice == up)
         tie = all(either) and one.dtype != torch.float64
         found.append(Difference(row, index, x[index], y[index], gap, noise, tie))
@@ -885,13 +881,18 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
              f"--threads is {args.threads}, it must be positive"),
             (args.bench and args.max_new_tokens < 2,
              f"--max-new-tokens is {args.max_new_tokens}, --bench needs 2 or more"),
-            (args.trace and (args.bench or args.check or args.compile or args.graph),
-             "--trace shows eager rounds of a --prompt: leave out --bench, --check, --compile and "
-             "--graph"),
+            (args.trace and (args.check or args.compile or args.graph),
+             "--trace shows eager rounds: leave out --check, --compile and --graph"),
             (args.n_prompts < 1 or min(args.batch) < 1,
              "--n-prompts and --batch must be positive")):
         if bad:
             parser.error(message)
+    needed, idle = "--prompt", ("drafter", "temperature", "argmax_drafts", "check", "trace",
+                                "no_color")
+    if not args.bench:
+        needed, idle = "--bench", ("drafters", "prompts", "n_prompts", "batch")
+    if given := [name for name in idle if getattr(args, name) != parser.get_default(name)]:
+        parser.error(f"--{given[0].replace('_', '-')} goes with {needed} alone: leave it out")
     return args
 
 
@@ -918,7 +919,7 @@ def open_target(args: argparse.Namespace) -> tuple[Llama, MTP, dict]:
     and compiling as asked."""
     device = pick_device(args.device)
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # graphs, streams and clocks are the current device's
+        torch.cuda.set_device(device)  # streams, graphs and clocks are the current device's
     if args.threads:
         torch.set_num_threads(args.threads)
     target, mtp, checkpoint = load_target(args.out)
@@ -1197,7 +1198,7 @@ def bench_row(m: Machine, requests: list[Request], temperature: float, batch: in
             "distinct_4gram": distinct_4grams(total.texts),
             "texts_that_differ": sum(x != y for x, y in zip(base.texts, total.texts)),
             "plain_tokens_per_s": plain_speed, "tokens_per_s": speed, "factor": speed / plain_speed,
-            "plain_e2e_tokens_per_s": n_tokens / base.seconds_with_prefill,
+            "plain_e2e_tokens_per_s": sum(map(len, base.texts)) / base.seconds_with_prefill,
             "e2e_tokens_per_s": n_tokens / total.seconds_with_prefill}
 
 
@@ -1275,7 +1276,9 @@ def run_bench(args: argparse.Namespace) -> int:
     device = target.lm_head.weight.device
     print(f"{len(requests)} prompts ({args.prompts or 'held out'}), {args.max_new_tokens} new "
           f"tokens, {args.dtype}, {describe_device(device)}, graph {args.graph}"
-          f"{', compiled' * args.compile}, seed {args.seed}\n"
+          f"{', compiled' * args.compile}, seed {args.seed}"
+          f"{f', top-k {args.top_k}' * (args.top_k > 0)}"
+          f"{f', top-p {args.top_p:g}' * (args.top_p < 1)}\n"
           "length: tokens a verification round, over all rounds | request: the mean of each "
           "request's | first: share of rounds whose T1 was accepted\n"
           "4-grams: distinct share | tokens/s: decoding only | factor: over plain decoding's, in "
@@ -1306,11 +1309,12 @@ def run_bench(args: argparse.Namespace) -> int:
 
 def bench_requests(args: argparse.Namespace, target: Llama, checkpoint: dict,
                    encoding) -> list[Request]:
+    longest = target.cfg.context - args.max_new_tokens
+    too_long = ValueError(f"--max-new-tokens is {args.max_new_tokens}, the context is "
+                          f"{target.cfg.context} with the prompt: ask for fewer")
+    if longest < 1:
+        raise too_long
     if args.prompts:
-        longest = target.cfg.context - args.max_new_tokens
-        if longest < 1:
-            raise ValueError(f"--max-new-tokens is {args.max_new_tokens}, the context is "
-                             f"{target.cfg.context} with the prompt: ask for fewer")
         requests = read_requests(args.prompts, encoding, args.n_prompts, longest)
         source = str(args.prompts)
     else:
@@ -1320,6 +1324,8 @@ def bench_requests(args: argparse.Namespace, target: Llama, checkpoint: dict,
                              "tokenizer: train again")
         requests = held_out_requests(data.val, data.tokenizer["eot"], args.n_prompts)
         source = "the held-out data"
+    if any(len(r.tokens) > longest for r in requests):
+        raise too_long
     if not requests:
         raise ValueError(f"{source} has no prompt, and no document of 192 tokens: give another "
                          "file with --prompts")
@@ -1349,7 +1355,7 @@ def print_stages(args: argparse.Namespace, rows: list[dict], machines: dict[str,
     """Where the time of a round goes; each row of `rows` in STAGES_MODE gets its stages_ms."""
     machines = {"plain": plain_of(next(iter(machines.values())))} | machines
     print(f"\nms a round, medians at {STAGES_MODE}, end-of-text ignored, to the end of the context,"
-          f" first {DROPPED} rounds dropped | round: whole, with no clock inside\n"
+          f" first {DROPPED} rounds dropped (half of a few) | round: whole, with no clock inside\n"
           "reads: bytes of weights over a plain step's | expected: length / (round / plain step) | "
           "factor: measured above\n\n"
           f"{'batch':>5} {'method':14} " + " ".join(f"{x.replace('advance_', '+'):>7}"

@@ -143,10 +143,7 @@ def optimizer_step(optimizers: list[torch.optim.Optimizer], share: float, on_cpu
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = share * group["peak_lr"]
-        if on_cpu:
-            with KeepFloat32():
-                optimizer.step()
-        else:
+        with KeepFloat32() if on_cpu else nullcontext():
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
@@ -661,6 +658,9 @@ def run_drafter(args: argparse.Namespace, data: prepare.Dataset, device: torch.d
         raise ValueError(f"{args.out / 'target.pt'} has another tokenizer than {args.data}: "
                          "name the data that it was trained on with --data")
     size = checkpoint["size"]
+    if args.size not in (None, size):
+        raise ValueError(f"{args.out / 'target.pt'} is of size {size}, --size is {args.size}: "
+                         "leave it out, or name another --out")
     recipe = make_recipe(args, DRAFTER_DEFAULTS[size], args.drafter_steps, args.labels)
     arm, draft = ARMS[args.drafter], draft_preset(target.cfg, size)
     torch.manual_seed(args.seed)
@@ -693,8 +693,8 @@ def run_drafter(args: argparse.Namespace, data: prepare.Dataset, device: torch.d
 # ----------------------------------------------------------------------------------------------
 # --compare: arms over paired seeds
 #
-# One seed fixes the initial weights, the batches and the held-out windows of all arms; so between
-# two runs of a seed only the arm differs, and most of what a seed does cancels in their difference.
+# One seed fixes the initial weights and the batches of all arms; so between two runs of a seed
+# only the arm differs, and most of what a seed does cancels in their difference.
 # compare.json, from which all tables are made, holds
 #
 #     settings   what all runs have in common; another run may only be added if it has it too
@@ -1107,11 +1107,12 @@ def run(args: argparse.Namespace) -> None:
     device = pick_device(args.device)
     rank, n_processes = process()
     if n_processes > 1 and device.type == "cuda":
-        if device.index is not None or n_processes > torch.cuda.device_count():
+        if ":" in (args.device or "") or n_processes > torch.cuda.device_count():
             raise ValueError(f"{n_processes} processes share {torch.cuda.device_count()} GPUs and "
                              f"--device {device}: start one a GPU, and give --device cuda, or none")
         device = torch.device("cuda", rank)
-        torch.cuda.set_device(device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # peak memory and clocks are the current device's
     if args.dtype == "tf32" and device.type != "cuda":
         raise ValueError(f"--dtype tf32 is for GPUs of NVIDIA, the device is {device}: use float32")
     torch.set_float32_matmul_precision("high" if args.dtype == "tf32" else "highest")

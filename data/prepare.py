@@ -2,7 +2,7 @@
 Turns text into token files for training.
 
     python data/prepare.py                            # this Python's own library -> data/stdlib/
-    python data/prepare.py texts/ more.jsonl.gz       # your own files -> data/texts/
+    python data/prepare.py texts/                     # your own files -> data/texts/
     python data/prepare.py fineweb-edu --vocab 8192   # FineWeb-Edu -> data/fineweb-edu/
 
 A folder data/<name>/ holds

@@ -103,6 +103,7 @@ def test_a_mismatch_exits_non_zero_and_names_the_token(run, monkeypatch):
     (["--prompt", "x", "--graph", "round", "--device", "cpu"], ["--graph round", "leave it out"]),
     (["--bench", "--prompts", "nowhere.jsonl"], ["nowhere.jsonl"]),
     (["--bench", "--n-prompts", "2", "--drafters", "low-rank"], ["--drafter low-rank"]),
+    (["--bench", "--n-prompts", "2", "--max-new-tokens", "50"], ["context is 100", "fewer"]),
     (["--bench", "--n-prompts", "5000"], ["ask for fewer"])])
 def test_mistakes_end_in_one_line_that_says_what_to_do(run, flags, words):
     status, _, error = run(*flags)
@@ -119,6 +120,19 @@ def test_bad_numbers_are_refused_with_the_flag_and_what_is_allowed(run, capsys, 
         run("--prompt", "x", *flags)
     assert stop.value.code == 2
     assert f"{flags[0]} is {flags[1]}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--bench", "--drafter", "dflash"], "--drafter goes with --prompt alone"),
+    (["--bench", "--temperature", "0.7"], "--temperature goes with --prompt"),
+    (["--bench", "--check"], "--check goes with --prompt"),
+    (["--prompt", "x", "--drafters", "dflash"], "--drafters goes with --bench alone"),
+    (["--prompt", "x", "--batch", "4"], "--batch goes with --bench"),
+    (["--prompt", "x", "--trace", "--check"], "leave out --check")])
+def test_a_flag_that_would_do_nothing_is_refused(run, capsys, flags, words):
+    with pytest.raises(SystemExit):
+        run(*flags)
+    assert words in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_a_full_memory_is_one_line_that_says_what_to_do(run, monkeypatch):

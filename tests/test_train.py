@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import train
-from dmtp import ARMS, fingerprint, load_drafter, load_target
+from dmtp import ARMS, fingerprint, load_drafter, load_target, pick_device
 from kit import small_config, small_drafter, small_models
 from mtp import MTPLoss
 from train import (KeepFloat32, Recipe, Stage, get_batch, get_lr, make_optimizers, optimizer_step,
@@ -393,6 +393,22 @@ def test_a_full_memory_is_one_line_that_says_what_to_do(run, capsys, monkeypatch
     assert run("--stage", "target")[0] == 1
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("error: out of memory") and words in last and "--micro-batch" in last
+
+
+def test_a_drafter_of_another_size_than_its_target_is_refused(run, capsys):
+    run("--stage", "target")
+    assert run("--stage", "drafter", "--size", "59m")[0] == 1
+    assert "is of size tiny, --size is 59m" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wanted, index", [(None, 0), ("cuda", 0), ("cuda:0", 0), ("cuda:1", 1)])
+def test_a_gpu_always_has_the_number_that_torch_wants_of_the_current_device(monkeypatch, wanted,
+                                                                           index):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert pick_device(wanted) == torch.device("cuda", index)
+    with pytest.raises(ValueError, match="torch sees 2"):
+        pick_device("cuda:2")
 
 
 def test_a_fault_that_is_not_a_full_memory_is_not_hidden(run, monkeypatch):
