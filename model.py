@@ -180,7 +180,8 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
 
     Decoding multiplies a few rows by large matrices. For these a CPU's matrix library (MKL, fp32)
     is two to three times as fast at W x' as at x W', and uses one thread for a single row: so the
-    order is turned round, and a single row goes twice.
+    order is turned round, and a single row goes twice. Compiled, a single row is a sum of products,
+    which reads the weights once, at the memory's speed.
     """
     n = x.numel() // x.size(-1)
     if x.device.type != "cpu" or x.dtype == torch.bfloat16 or n > FEW_ROWS \

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -399,5 +398,5 @@ def test_help_names_the_main_flags_and_one_of_prompt_or_bench_is_needed(capsys):
 def test_replacing_the_drafter_of_a_machine_gives_plain_decoding():
     target, mtp = small_models()
     m = Machine(target, mtp, small_drafter(target.cfg, "dmtp"), 8, Sampling())
-    steps = speculate.round_steps(replace(m, mtp=None, drafter=None, n_slots=1))
+    steps = speculate.round_steps(speculate.plain_of(m))
     assert [step.__name__ for step in steps] == ["noise_step", "verify_step", "commit_step"]

@@ -4,7 +4,6 @@ the CPU's loss and gradients, waits for nothing, the speculative text is plain d
 CUDA Graphs of steps and of whole rounds change nothing.
 """
 
-from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from test_train import RECIPE
 import speculate
 from dmtp import ARMS
 from mtp import MTPLoss
-from speculate import GRAPHS, Machine, Rounds, Sampling, Tally, decode, generate
+from speculate import GRAPHS, Machine, Rounds, Sampling, Tally, decode, generate, plain_of
 from train import Recipe, Stage, get_lr, make_optimizers, optimizer_step, step_gradients
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
@@ -77,7 +76,7 @@ def random_prompts(*lengths: int) -> list[list[int]]:
 @pytest.mark.parametrize("name", METHODS[1:])
 def test_speculative_text_equals_plain_text(name, temperature):
     m = make_machine(name, greedy=temperature == 0)
-    plain = replace(m, mtp=None, drafter=None, n_slots=1)
+    plain = plain_of(m)
     prompts = random_prompts(3, 9, 20)
     texts = [decode(machine, prompts, 100, 7, temperature).texts for machine in (m, plain)]
     assert texts[0] == texts[1] and min(map(len, texts[0])) > 0
@@ -125,7 +124,7 @@ def test_rows_past_the_text_may_hold_anything_between_rounds(name, graph):
 @pytest.mark.parametrize("name", ["dflash", "dmtp"])
 def test_a_reject_at_any_slot_leaves_everything_right(monkeypatch, name, wrong, graph):
     m, prompts = make_machine(name), random_prompts(3, 9)
-    texts = decode(replace(m, mtp=None, drafter=None, n_slots=1), prompts, 80, 7, 1.0).texts
+    texts = decode(plain_of(m), prompts, 80, 7, 1.0).texts
     answers = [p + t for p, t in zip(prompts, texts)]
     length = max(map(len, answers))
     answers = torch.tensor([a + [0] * (length - len(a)) for a in answers], device=DEVICE)
