@@ -422,11 +422,13 @@ def compile_step(step: Callable) -> Callable:
     """A step through torch.compile, for one machine alone.
 
     subtle: each gets a copy of the step's code, and with it a cache of its own. So nothing has to
-    be asked at a call, whether the machine is still the same: that costs 0.2 ms a step.
+    be asked at a call, whether the machine is still the same: that costs 0.2 ms a step. And what
+    is read twice is stored: a product's rows would be computed again for every row of its weights.
     """
     own = FunctionType(step.__code__.replace(), step.__globals__, step.__name__)
-    return torch.compile(own, fullgraph=True, dynamic=False,
-                         options={"guard_filter_fn": lambda guards: [False] * len(guards)})
+    options = {"guard_filter_fn": lambda guards: [False] * len(guards),
+               "realize_reads_threshold": 0}
+    return torch.compile(own, fullgraph=True, dynamic=False, options=options)
 
 
 class Rounds:

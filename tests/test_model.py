@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from kit import every_layer, random_tokens, randomise, small_config, small_models
 from torch import Tensor
 
-from model import (KV, MAX_SLOTS, Config, Llama, attend, causal_mask, join_projections, new_cache,
-                   preset, product, rope_tables, rotate, to_public)
+from model import (KV, MAX_SLOTS, SUM_ROWS, Config, Llama, attend, causal_mask,
+                   join_projections, new_cache, preset, product, rope_tables, rotate, to_public)
 
 N = 12        # tokens of the text
 LENGTH = 20   # rows of the cache
@@ -371,6 +371,24 @@ def test_a_product_is_that_of_the_plain_linear_map_for_any_number_of_rows(shape)
         y = product(x, weight)
     torch.testing.assert_close(y, F.linear(x, weight), rtol=1e-12, atol=1e-12)
     assert y.shape == (*shape, 40)
+
+
+@pytest.mark.parametrize("n_rows", [1, 5, SUM_ROWS, SUM_ROWS + 1])
+def test_a_compiled_product_of_few_rows_is_the_plain_one_as_sums_without_a_matrix_product(n_rows):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, n_rows, 24, generator=generator, dtype=torch.float64)
+    weight = torch.randn(40, 24, generator=generator, dtype=torch.float64)
+    code = []
+
+    def backend(module, _):
+        code.append(module.code)
+        return module.forward
+
+    with torch.no_grad():
+        y = torch.compile(product, backend=backend, fullgraph=True, dynamic=False)(x, weight)
+    torch.testing.assert_close(y, F.linear(x, weight), rtol=1e-12, atol=1e-12)
+    assert code[0].count(".sum(") == (n_rows if n_rows <= SUM_ROWS else 0), code[0]
+    assert ("@" in code[0] or "matmul" in code[0]) == (n_rows > SUM_ROWS), code[0]
 
 
 def test_a_product_has_gradients_where_they_are_wanted():
