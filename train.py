@@ -538,11 +538,11 @@ def check_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
     if not args.compare:
         if alone := given("seeds", "eval"):
             parser.error(f"{alone}: only with --compare")
-        unused = {"all": (), "drafter": ("steps",),
+        unused = {"all": (), "drafter": ("steps", "mtp_loss"),
                   "target": ("drafter", "init_from", "drafter_steps", "labels")}[args.stage]
         if idle := given(*unused):
             parser.error(f"{idle}: not used in --stage {args.stage}, leave it out"
-                         + "; the drafter's is --drafter-steps" * (args.stage == "drafter"))
+                         + "; the drafter's is --drafter-steps" * ("--steps" in idle))
         return
     if twice := [arm for i, arm in enumerate(args.compare) if arm in args.compare[:i]]:
         parser.error(f"--compare has {twice[0]} twice: name each arm once")

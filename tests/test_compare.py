@@ -322,6 +322,7 @@ def test_mistakes_end_in_one_line_before_anything_is_trained(run, tmp_path, caps
     (["--stage", "target", "--drafter", "dflash", "--drafter-steps", "9"],
      ["--drafter, --drafter-steps: not used in --stage target"]),
     (["--stage", "drafter", "--steps", "9"], ["--steps: not used", "--drafter-steps"]),
+    (["--stage", "drafter", "--ec-mtp"], ["--mtp-loss: not used in --stage drafter"]),
     (["--compare", "ec", "--stage", "target", "--resume"], ["leave out --stage, --resume"]),
     (["--compare", "ec", "--drafter", "dflash"], ["leave out --drafter"]),
     (["--compare", "ec", "--ec-mtp"], ["leave out --mtp-loss"])])
