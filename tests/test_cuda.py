@@ -4,7 +4,6 @@ the CPU's loss and gradients, waits for nothing, the speculative text is plain d
 CUDA Graphs of steps and of whole rounds change nothing.
 """
 
-
 import pytest
 import torch
 from kit import every_layer, random_tokens, small_config, small_drafter, small_models
