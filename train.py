@@ -473,7 +473,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
                                             f"{drafters}")
     add = parser.add_argument
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--ec-mtp", action="store_const", const="ec", dest="mtp_loss",
+    what.add_argument("--ec-mtp", action="store_true",
                       help="train the MTP head error-cancelled (the default): --mtp-loss ec")
     what.add_argument("--mtp-loss", choices=LOSSES, help="how the MTP head is trained (default ec)")
     add("--size", choices=list(SIZES),
@@ -538,7 +538,7 @@ def check_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
     if not args.compare:
         if alone := given("seeds", "eval"):
             parser.error(f"{alone}: only with --compare")
-        unused = {"all": (), "drafter": ("steps", "mtp_loss"),
+        unused = {"all": (), "drafter": ("steps", "ec_mtp", "mtp_loss"),
                   "target": ("drafter", "init_from", "drafter_steps", "labels")}[args.stage]
         if idle := given(*unused):
             parser.error(f"{idle}: not used in --stage {args.stage}, leave it out"
@@ -546,8 +546,8 @@ def check_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
         return
     if twice := [arm for i, arm in enumerate(args.compare) if arm in args.compare[:i]]:
         parser.error(f"--compare has {twice[0]} twice: name each arm once")
-    if senseless := given("mtp_loss", "stage", "drafter", "init_from", "drafter_steps", "labels",
-                          "resume", "compile"):
+    if senseless := given("ec_mtp", "mtp_loss", "stage", "drafter", "init_from", "drafter_steps",
+                          "labels", "resume", "compile"):
         parser.error(f"--compare trains targets only, each arm with its own loss, and goes on by "
                      f"itself: leave out {senseless}")
 

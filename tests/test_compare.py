@@ -322,10 +322,10 @@ def test_mistakes_end_in_one_line_before_anything_is_trained(run, tmp_path, caps
     (["--stage", "target", "--drafter", "dflash", "--drafter-steps", "9"],
      ["--drafter, --drafter-steps: not used in --stage target"]),
     (["--stage", "drafter", "--steps", "9"], ["--steps: not used", "--drafter-steps"]),
-    (["--stage", "drafter", "--ec-mtp"], ["--mtp-loss: not used in --stage drafter"]),
+    (["--stage", "drafter", "--ec-mtp"], ["--ec-mtp: not used in --stage drafter"]),
     (["--compare", "ec", "--stage", "target", "--resume"], ["leave out --stage, --resume"]),
     (["--compare", "ec", "--drafter", "dflash"], ["leave out --drafter"]),
-    (["--compare", "ec", "--ec-mtp"], ["leave out --mtp-loss"])])
+    (["--compare", "ec", "--ec-mtp"], ["leave out --ec-mtp"])])
 def test_flags_that_do_not_go_together_are_refused_in_the_last_line(capsys, flags, words):
     with pytest.raises(SystemExit) as stop:
         train.main(flags)
