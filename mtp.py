@@ -14,16 +14,16 @@ target, right or wrong; standard training asks it to agree with the text instead
     MTP            sat?     down?    .?                h_0 reads state_0 and E(cat)
     its verifier   row 1    row 2    row 3
 
-Error cancelling in five lines. W is lm_head, y the text's token as a one-hot vector, c = v/u, where
+Error cancelling in five lines. M is lm_head, y the text's token as a one-hot vector, c = v/u, where
 u and v are the weights of one position in the next-token and in the head's loss.
 
-    the head's gradient at h_i          v W'(q_i - y)              q_i = softmax(W h_i)
-    the verifier's own, at s_{i+1}      u W'(p_{i+1} - y)          p = softmax(W s)
+    the head's gradient at h_i          v M'(q_i - y)              q_i = softmax(M h_i)
+    the verifier's own, at s_{i+1}      u M'(p_{i+1} - y)          p = softmax(M s)
     now let s_{i+1} be s_{i+1} + c (sg(h_i) - h_i): the same number, but its gradient also
-      reaches h_i, times -c             v W'(q_i - y) - c u W'(p_{i+1} - y)
-    which is                            v W'(q_i - p_{i+1})        the gradient of v KL(sg(p) || q)
+      reaches h_i, times -c             v M'(q_i - y) - c u M'(p_{i+1} - y)
+    which is                            v M'(q_i - p_{i+1})        the gradient of v KL(sg(p) || q)
 
-The text has cancelled. Nothing of size (B, T, V) was added, and W's own gradient has not changed.
+The text has cancelled. Nothing of size (B, T, V) was added, and M's own gradient has not changed.
 Source: Error-cancelled MTP; the module has the form of DeepSeek-V3's.
 """
 
