@@ -1,10 +1,17 @@
-"""The files can be read in order: none needs a later one, or a package beyond the five."""
+"""The files can be read in order: none needs a later one, or a package beyond the five. And what
+the README says to type exists."""
 
 import ast
+import re
+import shlex
 import sys
 from pathlib import Path
 
 import pytest
+
+import speculate
+import train
+from data import prepare
 
 ROOT = Path(__file__).parents[1]
 ORDER = ["data/prepare.py", "model.py", "mtp.py", "dflash.py", "dmtp.py", "train.py",
@@ -41,3 +48,34 @@ def test_imports_point_only_upward_in_the_reading_order(name):
 def test_lines_have_at_most_one_hundred_columns(path):
     long = [i for i, line in enumerate(path.read_text("utf-8").splitlines(), 1) if len(line) > 100]
     assert not long
+
+
+README = (ROOT / "README.md").read_text("utf-8")
+COMMANDS = sorted(set(re.findall(r"python ([\w/]+\.py [^`&\n]+)", README)))
+PLACEHOLDERS = {"NAME": "dflash", "N": "1", "LOSS": "kl", "DIR": "out", "FILES": "a.txt",
+                "TEXT": "x"}
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if "--help" not in c])
+def test_every_command_of_the_readme_is_taken_by_its_program(command):
+    script, *words = shlex.split(command)
+    module = {"train.py": train, "speculate.py": speculate, "data/prepare.py": prepare}[script]
+    module.parse_args([PLACEHOLDERS.get(word, word) for word in words])
+
+
+def test_every_flag_that_the_readme_names_exists(capsys):
+    texts = ""
+    for module in (train, speculate, prepare):
+        with pytest.raises(SystemExit):
+            module.parse_args(["--help"])
+        texts += capsys.readouterr().out
+    outside = {"--nproc-per-node"}  # torchrun's
+    named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", README)) - outside
+    assert len(named) > 30
+    missing = [flag for flag in sorted(named) if not re.search(rf"{flag}(?![\w-])", texts)]
+    assert not missing
+
+
+def test_every_file_that_the_readme_names_exists():
+    named = re.findall(r"`((?:tests|data)/[\w.]+\.py|\w+\.py|\w+\.txt)`", README)
+    assert len(named) > 6 and all((ROOT / name).exists() for name in named)
