@@ -280,29 +280,45 @@ def decayed_mean(losses: Tensor, gamma: float) -> Tensor:
     return (weights * losses).sum() / weights.sum()
 
 
-def adaptive_weights(losses: Tensor) -> Tensor:
-    """Weights (B, N, n) of the slots from their own losses: how much the length of the accepted
-    prefix would gain. No gradient.
+def slot_chances(logits: Tensor, labels: Tensor) -> Tensor:
+    """The chance (B, N, n) that a proposal is taken, without gradient; arguments as in slot_losses.
 
-    s_k = (1 + exp(-CE_k)) / 2 stands for the chance of slot k, P_k = s_1 .. s_k for that of the
-    prefix up to k; w_k = P_k + .. + P_n is what hangs on slot k.
+    For ids it is the drafter's probability of the label; for distributions what the two have in
+    common, 1 - TV. (exp(-cross entropy) would be the first, but not the second: a drafter that
+    equals an unsure target still has a large cross entropy.)
+    """
+    q = logits.detach().softmax(dim=-1)
+    if labels.dim() < q.dim():
+        return q.gather(-1, labels[..., None])[..., 0]
+    return torch.minimum(q, labels).sum(dim=-1)
+
+
+def adaptive_weights(chances: Tensor) -> Tensor:
+    """Weights (B, N, n) of the slots from their chances: how much the length of the accepted prefix
+    would gain.
+
+    s_k = (1 + chance_k) / 2, P_k = s_1 .. s_k stands for the chance of the prefix up to k, and
+    w_k = P_k + .. + P_n is what hangs on slot k.
     Source: D-PACE with alpha = 0.5; its product begins at the first predicted slot.
     """
-    chances = (0.5 + 0.5 * (-losses.detach()).exp()).cumprod(dim=-1)
-    return chances.flip(-1).cumsum(dim=-1).flip(-1)
+    prefixes = (0.5 + 0.5 * chances).cumprod(dim=-1)
+    return prefixes.flip(-1).cumsum(dim=-1).flip(-1)
 
 
-def adaptive_mean(losses: Tensor, added: Tensor | float = 0.0) -> Tensor:
-    """The sum of w CE over a block's slots, averaged over the blocks; losses (B, N, n). What is
-    added to a slot's loss is weighed like it, but does not change the weights."""
-    return (adaptive_weights(losses) * (losses + added)).sum(dim=-1).mean()
+def adaptive_mean(losses: Tensor, chances: Tensor) -> Tensor:
+    """The sum of w CE over a block's slots, averaged over the blocks; both (B, N, n)."""
+    return (adaptive_weights(chances) * losses).sum(dim=-1).mean()
 
 
 def selector_losses(selector: PathSelector, states: Tensor, logits: Tensor, before: Tensor,
-                    gold: Tensor) -> Tensor:
-    """Cross entropy (B, N, n) among the N_BEST candidates of each slot, 0 where the gold token is
-    none of them; states (B, N, n, C), logits (B, N, n, V), the gold tokens and those before."""
+                    labels: Tensor) -> Tensor:
+    """Cross entropy (B, N, n) among the N_BEST candidates of each slot, against what the labels give
+    to these: 0 where it is nothing. states (B, N, n, C), the tokens before (B, N, n); logits and
+    labels as in slot_losses."""
     unary, candidates = logits.topk(min(N_BEST, logits.size(-1)))  # (B, N, n, N_BEST)
     scores = unary + selector.pair_scores(states, before, candidates)
-    hit = candidates == gold[..., None]
-    return -(scores.log_softmax(dim=-1) * hit).sum(dim=-1)
+    if labels.dim() < logits.dim():
+        share = candidates == labels[..., None]
+    else:
+        share = labels.gather(-1, candidates)
+    return -(scores.log_softmax(dim=-1) * share).sum(dim=-1)

@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dflash import (DFlash, DraftConfig, adaptive_mean, context_seen, decayed_mean,
-                    selector_losses, slot_losses, slot_positions)
+                    selector_losses, slot_chances, slot_losses, slot_positions)
 from model import MAX_LOGITS, Config, Linear, Llama, through_head
 from mtp import MTP
 
@@ -223,8 +223,8 @@ def block_loss(target: Llama, mtp: MTP, drafter: Drafter, tokens: Tensor, anchor
         losses = slot_losses(proposed, wanted)                                  # (b, N, n)
         if selector:
             walk = selector_losses(selector, out[part], proposed, block[part, :, first - 1:-1],
-                                   block[part, :, first:])
-            loss = adaptive_mean(losses, added=walk)
+                                   wanted)
+            loss = adaptive_mean(losses + walk, slot_chances(proposed, wanted))
         else:
             loss = decayed_mean(losses, draft.gamma)
         return loss * (proposed.size(0) / B), agreement

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import speculate
 from dflash import (LocalMixing, PathSelector, adaptive_mean, adaptive_weights, decayed_mean,
-                    selector_losses, slot_losses)
+                    selector_losses, slot_chances, slot_losses)
 from dmtp import ARMS, Drafter, block_loss
 from model import SIZES, Llama, preset
 from speculate import Machine, Sampling, decode, draft_step, new_state, noise_step, prefill, walk
@@ -177,24 +177,34 @@ def test_text_of_the_walk_is_the_targets_own_with_and_without_coupling():
 
 
 def test_adaptive_weights_by_hand_and_by_loop():
-    """Losses ln 2, 0, large: s = .75, 1, .5; P = .75, .75, .375; w = 1.875, 1.125, .375."""
-    losses = torch.tensor([[[2.0, 1.0, 1e9]]]).double()
-    losses[0, 0, :2].log_()
-    weights = adaptive_weights(losses)
+    """Chances 1/2, 1, 0: s = .75, 1, .5; P = .75, .75, .375; w = 1.875, 1.125, .375."""
+    weights = adaptive_weights(torch.tensor([[[0.5, 1.0, 0.0]]]).double())
     torch.testing.assert_close(weights[0, 0], torch.tensor([1.875, 1.125, 0.375]).double())
-    losses = randn(2, 3, 6).exp().requires_grad_()
-    weights = adaptive_weights(losses)
-    assert not weights.requires_grad
+    losses, chances = randn(2, 3, 6).exp(), randn(2, 3, 6, seed=1).sigmoid()
+    weights = adaptive_weights(chances)
     for b in range(2):
         for n in range(3):
-            prefix, chance = [], 1.0
-            for loss in losses[b, n].tolist():
-                chance *= 0.5 * torch.tensor(-loss).double().exp().item() + 0.5
-                prefix.append(chance)
+            prefix, product = [], 1.0
+            for chance in chances[b, n].tolist():
+                product *= 0.5 * chance + 0.5
+                prefix.append(product)
             for k in range(6):
                 assert weights[b, n, k].item() == pytest.approx(sum(prefix[k:]))
     expected = (weights * losses).sum() / 6  # 2 x 3 blocks
-    torch.testing.assert_close(adaptive_mean(losses), expected)
+    torch.testing.assert_close(adaptive_mean(losses, chances), expected)
+
+
+def test_a_drafter_that_equals_the_target_has_all_chances_one_however_unsure_both_are():
+    logits = randn(2, 3, 6, 23).requires_grad_()
+    own, other = logits.detach().softmax(dim=-1), randn(2, 3, 6, 23, seed=1).softmax(dim=-1)
+    chances = slot_chances(logits, own)
+    assert not chances.requires_grad
+    torch.testing.assert_close(chances, torch.ones(2, 3, 6).double())
+    torch.testing.assert_close(slot_chances(logits, other), 1 - (own - other).abs().sum(-1) / 2)
+    ids = random_tokens(2, 3, 6)
+    torch.testing.assert_close(slot_chances(logits, ids), (-slot_losses(logits, ids)).exp())
+    one_hot = torch.nn.functional.one_hot(ids, 23).double()
+    torch.testing.assert_close(slot_chances(logits, one_hot), slot_chances(logits, ids))
 
 
 def test_the_selector_learns_on_slots_whose_gold_token_is_a_candidate(monkeypatch):
@@ -217,6 +227,9 @@ def test_the_selector_learns_on_slots_whose_gold_token_is_a_candidate(monkeypatc
                 expected = -scores.log_softmax(-1)[candidates.index(gold[b, n, k + 1].item())]
                 torch.testing.assert_close(losses[b, n, k], expected)
     assert 1 < hits < 30
+    one_hot = torch.nn.functional.one_hot(gold, 23).double()
+    same = selector_losses(selector, states, logits, gold[:, :, :-1], one_hot[:, :, 1:])
+    torch.testing.assert_close(same, losses)
     losses.sum().backward()
     assert states.grad.any() and all(p.grad.any() for p in selector.parameters())
 
@@ -227,15 +240,24 @@ def test_the_loss_of_a_block_is_the_adaptive_sum_of_both_parts(name, labels, mon
     target, mtp = small_models()
     drafter = small_drafter(target.cfg, name)
     tokens, anchors = random_tokens(3, 40), torch.tensor([[1, 9], [5, 30], [2, 32]])
-    seen = []
-    monkeypatch.setattr("dmtp.slot_losses", lambda *a: seen.append(slot_losses(*a)) or seen[-1])
-    monkeypatch.setattr("dmtp.selector_losses",
-                        lambda *a: seen.append(selector_losses(*a)) or seen[-1])
+    seen = {}
+
+    def listened(function):
+        def call(*args):
+            seen[function.__name__] = args, function(*args)
+            return seen[function.__name__][1]
+        monkeypatch.setattr(f"dmtp.{function.__name__}", call)
+
+    for function in (slot_losses, selector_losses):
+        listened(function)
     loss = block_loss(target, mtp, drafter, tokens, anchors, labels).loss
-    weights = adaptive_weights(seen[0])
-    torch.testing.assert_close(loss, (weights * (seen[0] + seen[1])).sum() / 6)
-    assert seen[0].shape == (3, 2, S - drafter.first) and seen[1].any()
-    assert loss != decayed_mean(seen[0], 4.0)
+    (logits, wanted), losses = seen["slot_losses"]
+    (*_, walked), walk = seen["selector_losses"]
+    assert wanted.dim() == (3 if labels == "hard" else 4) and walked is wanted
+    weights = adaptive_weights(slot_chances(logits, wanted))
+    torch.testing.assert_close(loss, (weights * (losses + walk)).sum() / 6)
+    assert losses.shape == (3, 2, S - drafter.first) and walk.any()
+    assert loss != decayed_mean(losses, 4.0)
 
 
 @pytest.mark.parametrize("size", ["tiny", "10m"])
