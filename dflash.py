@@ -184,11 +184,10 @@ class DFlash(nn.Module):
     n_features vectors a position, the taps as a rule.
     """
 
-    def __init__(self, cfg: Config, draft: DraftConfig, n_slots: int | None = None,
-                 n_features: int | None = None, dflash2: bool = False):
+    def __init__(self, cfg: Config, draft: DraftConfig, n_slots: int, n_features: int,
+                 dflash2: bool):
         super().__init__()
         self.draft = draft
-        n_features = n_features or len(draft.tap_layers)
         self.fc = Linear(n_features * cfg.width, cfg.width)
         self.hidden_norm = nn.RMSNorm(cfg.width, cfg.norm_eps)
         self.layers = nn.ModuleList(Block(cfg, qk_norm=True) for _ in range(draft.n_layer))
@@ -199,7 +198,7 @@ class DFlash(nn.Module):
         # made last, so that a seed gives the same DFlash with them and without
         self.mixing = self.selector = None
         if dflash2:
-            self.mixing = nn.ModuleList(LocalMixing(cfg, n_slots or draft.n_slots)
+            self.mixing = nn.ModuleList(LocalMixing(cfg, n_slots)
                                         for _ in range(2 * draft.n_layer))
             self.selector = PathSelector(cfg)
 
@@ -312,9 +311,9 @@ def adaptive_mean(losses: Tensor, chances: Tensor) -> Tensor:
 
 def selector_losses(selector: PathSelector, states: Tensor, logits: Tensor, before: Tensor,
                     labels: Tensor) -> Tensor:
-    """Cross entropy (B, N, n) among the N_BEST candidates of each slot, against what the labels give
-    to these: 0 where it is nothing. states (B, N, n, C), the tokens before (B, N, n); logits and
-    labels as in slot_losses."""
+    """Cross entropy (B, N, n) among the N_BEST candidates of each slot, against what the labels
+    give to these: 0 where that is nothing. states (B, N, n, C), the tokens before (B, N, n); logits
+    and labels as in slot_losses."""
     unary, candidates = logits.topk(min(N_BEST, logits.size(-1)))  # (B, N, n, N_BEST)
     scores = unary + selector.pair_scores(states, before, candidates)
     if labels.dim() < logits.dim():

@@ -17,12 +17,16 @@ decoding takes it from the head; h comes from the head in both.
 An arm is two settings, never a copy of code: which known tokens stand at the front of the block
 (`anchors`), and how h enters (`injection`); with DFlash2 as a third that goes with all of them.
 Source: DMTP, sections 3 to 5 and its two updates (two anchors, zero-initialised residual).
+
+Below the ruler: devices and checkpoints, for train.py and speculate.py.
 """
 
 import hashlib
 import io
 import json
 import os
+import re
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -166,7 +170,7 @@ class Drafter(nn.Module):
 
 
 class BlockLoss(NamedTuple):
-    loss: Tensor       # (), nats, position-decayed
+    loss: Tensor       # (), nats: position-decayed; with DFlash2 the weighted sum of its two
     agreement: Tensor  # (n,) a predicted slot: share of proposals equal to the target's own token
 
 
@@ -234,18 +238,16 @@ def block_loss(target: Llama, mtp: MTP, drafter: Drafter, tokens: Tensor, anchor
     return BlockLoss(*through_head(target.lm_head, [out.flatten(1, 2)], loss_of, max_logits))
 
 
-# ----------------------------------------------------------------------------------------------
+# ==============================================================================================
 # devices; checkpoints: plain types and tensors only, so that they load with weights_only
 
 
 def pick_device(wanted: str | None) -> torch.device:
     """The device to use, by default a GPU where there is one; ValueError if it is not here."""
-    try:
-        device = torch.device(wanted or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError:
-        device = torch.device("meta")
-    if device.type not in ("cpu", "cuda"):
+    wanted = wanted or ("cuda" if torch.cuda.is_available() else "cpu")
+    if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", wanted):
         raise ValueError(f"--device is {wanted!r}, allowed: cpu, cuda, cuda:N")
+    device = torch.device(wanted)
     n = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= n:
         raise ValueError(f"--device is {wanted!r}, but torch sees {n} CUDA devices: "
@@ -360,13 +362,21 @@ def load_drafter(out: Path, name: str, cfg: Config, target_fingerprint: str) -> 
                          f"{hint} --overwrite")
     try:
         arm = Arm(tuple(checkpoint["anchors"]), checkpoint["injection"], name,
-                  checkpoint.get("dflash2", False))
+                  checkpoint["dflash2"])
         drafter = Drafter(cfg, DraftConfig(**checkpoint["draft_config"]), arm)
         drafter.load_state_dict(checkpoint["drafter"])
     except (KeyError, TypeError, RuntimeError, AssertionError) as e:
         raise ValueError(f"{path} was made by other code ({type(e).__name__}): make it again with "
                          f"{hint} --overwrite") from e
+    note_unfinished(path, checkpoint)
     return drafter.requires_grad_(False)
+
+
+def note_unfinished(path: Path, checkpoint: dict) -> None:
+    """Say so if a file is of a training that was stopped, or still goes on."""
+    if training := checkpoint.get("training"):
+        print(f"note: {path} is not fully trained, it stands at step {training['step']}: "
+              "train.py --resume goes on", file=sys.stderr)
 
 
 def start_from(path: Path, drafter: Drafter, target_fingerprint: str) -> str:
@@ -379,9 +389,9 @@ def start_from(path: Path, drafter: Drafter, target_fingerprint: str) -> str:
     if (wanted := checkpoint.get("target_fingerprint")) != target_fingerprint:
         raise ValueError(f"--init-from {path} was trained for target {wanted}, this one is "
                          f"{target_fingerprint}")
-    there, here = checkpoint["draft_config"], asdict(drafter.dflash.draft)
-    if DraftConfig(**there) != drafter.dflash.draft:
-        differ = [f"{k} {there[k]} (there) / {here[k]} (here)" for k in here if there[k] != here[k]]
+    there, here = checkpoint.get("draft_config", {}), asdict(drafter.dflash.draft)
+    if differ := [f"{k} {there.get(k)} (there) / {here[k]} (here)" for k in here
+                  if there.get(k) != here[k]]:
         raise ValueError(f"--init-from {path} has another layout: {', '.join(differ)}")
     weights, own = checkpoint["drafter"], drafter.state_dict()
     misfits = [name for name, w in weights.items()

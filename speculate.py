@@ -22,8 +22,9 @@ Why the text is exact, at any temperature: every emitted token is the target's o
 true text before it; a proposal only decides how many of them one forward yields. And since the luck
 of a position is fixed by (seed, request, position), it is the same token for every drafter.
 
-A step takes (m, s), returns nothing and writes s in place. Its shapes follow from m alone, nothing
-is read from the device, nothing is drawn: any step, or the whole round, can be a CUDA Graph.
+A step takes (m, s), returns nothing and writes s in place. Its shapes follow from m and the number
+of rows, nothing is read from the device, nothing is drawn: any step, or the whole round, can be a
+CUDA Graph. (Steps that choose tokens also read the temperature; their docstrings leave that out.)
 """
 
 import argparse
@@ -50,7 +51,7 @@ from torch import Tensor
 from data import prepare
 from dflash import N_BEST, slot_positions
 from dmtp import (ARMS, Drafter, check_compiler, load_drafter, load_target, no_memory,
-                  pick_device, save_json)
+                  note_unfinished, pick_device, save_json)
 from model import KV, MAX_SLOTS, Llama, join_projections, new_cache
 from mtp import MTP
 
@@ -263,7 +264,7 @@ def walk(m: Machine, s: RoundState, states: Tensor, logits: Tensor, noise: Tenso
     N_BEST candidates after the token chosen before; states (B, n, C), logits and noise (B, n, V).
 
     Coupled, candidates are the best of the perturbed logits, and the choice among them is that of
-    (logits + pair score) / T + noise. A pair table of zeros changes nothing.
+    (logits + pair score) / temperature + noise. A pair table of zeros changes nothing.
     """
     first, selector = m.drafter.first, m.drafter.dflash.selector
     if m.drafts is not None:
@@ -301,7 +302,7 @@ def verify_step(m: Machine, s: RoundState) -> None:
 
 
 def advance_mtp_step(m: Machine, s: RoundState) -> None:
-    """Reads states, choice, n_keep, pos, limit. Writes mtp_kv, mtp_state, mtp_rows.
+    """Reads states, choice, n_keep, pos, limit, mtp_state. Writes mtp_kv, mtp_state, mtp_rows.
 
     All S rows go through the head; choice_j equals block_{j+1} wherever j was accepted, so no rows
     need to be selected, and those after n_keep are stale rows like any other.
@@ -354,7 +355,8 @@ def prefill(m: Machine, s: RoundState, prompts: list[list[int]], n_new: int,
             first_request: int) -> None:
     """Process prompts, one a row, and establish the invariant.
 
-    Writes every field that a round reads. n_new (at least 1) tokens are wanted, A included.
+    Writes every field that a round reads, but for seed and temperature, which it reads too.
+    n_new (at least 1) tokens are wanted, A included.
     Never captured: its shapes are the prompts'.
     """
     device, context = s.pos.device, m.target.cfg.context
@@ -881,6 +883,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
             (not 0 <= args.seed < 2 ** 63, f"--seed is {args.seed}, allowed: 0 to 2^63 - 1"),
             (args.threads is not None and args.threads < 1,
              f"--threads is {args.threads}, it must be positive"),
+            (not args.bench and args.mtp_steps > 1 and args.drafter != "mtp",
+             f"--mtp-steps is {args.mtp_steps}, --drafter {args.drafter}: add --drafter mtp, or "
+             "leave it out"),
             (args.bench and args.max_new_tokens < 2,
              f"--max-new-tokens is {args.max_new_tokens}, --bench needs 2 or more"),
             (args.trace and (args.check or args.compile or args.graph),
@@ -932,6 +937,7 @@ def open_target(args: argparse.Namespace) -> tuple[Llama, MTP, dict]:
     args.graph = args.graph or ("round" if device.type == "cuda" else "off")
     if args.compile:
         check_compiler(device)
+    note_unfinished(args.out / "target.pt", checkpoint)
     models = target.to(device, dtype), mtp.to(device, dtype)
     join_projections(*models)
     return *models, checkpoint
@@ -942,7 +948,6 @@ def run_prompt(args: argparse.Namespace) -> int:
     target, mtp, checkpoint = open_target(args)
     encoding = prepare.encoding(checkpoint["tokenizer"])
     m = load_machine(args.drafter, args.mtp_steps, args, target, mtp, checkpoint)
-    plain = plain_of(m)
     # an empty prompt starts from end-of-text, as a document does
     prompts = [encoding.encode_ordinary(text) or [encoding.eot_token] for text in args.prompt]
     refuse_long(prompts, target.cfg.context)
@@ -959,13 +964,13 @@ def run_prompt(args: argparse.Namespace) -> int:
     for emissions in generate(m, *settings, rounds=rounds):
         tally.add(emissions)
         screen.add(emissions)
-    status = print_check(plain, args, prompts, tally, m.n_slots) if args.check else 0
+    plain = rounds if m.n_slots == 1 else make_rounds(plain_of(m), len(prompts), args, longest)
+    status = print_check(plain, args, settings, tally, m.n_slots) if args.check else 0
     if sum(tally.total()):
-        all_rounds = {"plain": rounds}
+        all_rounds = {"plain": plain}
         if m.n_slots > 1:
             print_acceptance(m, args, tally)
-            all_rounds = {"plain": make_rounds(plain, len(prompts), args, longest),
-                          args.drafter: rounds}
+            all_rounds[args.drafter] = rounds
         print_speed(all_rounds, args, settings)
     return status
 
@@ -1067,11 +1072,12 @@ def describe_device(device: torch.device) -> str:
     return f"cpu, {torch.get_num_threads()} threads"
 
 
-def print_check(plain: Machine, args: argparse.Namespace, prompts: list[list[int]], tally: Tally,
+def print_check(plain: Rounds, args: argparse.Namespace, settings: tuple, tally: Tally,
                 block: int) -> int:
-    """Compare with plain decoding; 1 if a difference is no near tie."""
-    reference = decode(plain, prompts, args.max_new_tokens, args.seed, args.temperature)
-    found = compare(plain, prompts, reference, tally, max(block, 2), args.seed, args.temperature)
+    """Compare with plain decoding by the same kind of steps; 1 if a difference is no near tie."""
+    reference = decode(plain.m, *settings, rounds=plain)
+    found = compare(plain.m, settings[0], reference, tally, max(block, 2), args.seed,
+                    args.temperature)
     n = sum(map(len, reference.texts))
     if not found:
         print(f"check     identical to plain decoding: {n} tokens, {args.dtype}")
@@ -1092,6 +1098,9 @@ MODES = {"T = 1 coupled": (1.0, True), "T = 1 argmax": (1.0, False), "greedy": (
 STAGES_MODE = "T = 1 coupled"
 
 
+PROMPT, DOCUMENT = 64, 192  # tokens of a prompt cut from a text, and of that text at least
+
+
 class Request(NamedTuple):
     """A prompt, and what the user says after the model's answer (nothing, as a rule)."""
 
@@ -1100,19 +1109,19 @@ class Request(NamedTuple):
 
 
 def held_out_requests(tokens: np.ndarray, eot: int, n: int) -> list[Request]:
-    """The first 64 tokens of held-out documents of at least 192, in file order."""
+    """The first PROMPT tokens of held-out documents of at least DOCUMENT, in file order."""
     ends = np.flatnonzero(tokens == eot)
     starts = np.concatenate(([0], ends[:-1] + 1))
-    chosen = [s for s, e in zip(starts, ends) if e - s >= 192][:n]
-    return [Request(tokens[s:s + 64].tolist(), []) for s in chosen]
+    chosen = [s for s, e in zip(starts, ends) if e - s >= DOCUMENT][:n]
+    return [Request(tokens[s:s + PROMPT].tolist(), []) for s in chosen]
 
 
 def read_requests(path: Path, encoding, n: int, longest: int) -> list[Request]:
     """Requests from a file, plain or .gz; ValueError names what is wrong with it.
 
     .jsonl: `turns` (the second follows the model's own answer) or `prompt`, of which the last
-    `longest` tokens are taken; or `text`: the first 64 tokens of each of at least 192. Else the
-    file is one text: 64 tokens at n evenly spaced places.
+    `longest` tokens are taken; or `text`, as held_out_requests takes it. Else the file is one text:
+    PROMPT tokens at n evenly spaced places.
     """
     with prepare.open_text(path) as file:
         try:
@@ -1122,11 +1131,11 @@ def read_requests(path: Path, encoding, n: int, longest: int) -> list[Request]:
     requests = []
     if not prepare.is_jsonl(path):
         tokens = encoding.encode_ordinary(content)
-        if len(tokens) < 64 * n:
-            raise ValueError(f"{path} has {len(tokens)} tokens, {n} prompts of 64 need {64 * n}: "
-                             "ask for fewer with --n-prompts")
-        starts = np.linspace(0, len(tokens) - 64, n).astype(int)
-        return [Request(tokens[i:i + 64], []) for i in starts]
+        if len(tokens) < PROMPT * n:
+            raise ValueError(f"{path} has {len(tokens)} tokens, {n} prompts of {PROMPT} need "
+                             f"{PROMPT * n}: ask for fewer with --n-prompts")
+        starts = np.linspace(0, len(tokens) - PROMPT, n).astype(int)
+        return [Request(tokens[i:i + PROMPT], []) for i in starts]
     for number, line in enumerate(content.split("\n"), start=1):
         if len(requests) == n or not line.strip():
             continue
@@ -1139,8 +1148,8 @@ def read_requests(path: Path, encoding, n: int, longest: int) -> list[Request]:
                 first, *more = (encoding.encode_ordinary(turn) for turn in turns)
                 requests.append(Request(first[-longest:] or [encoding.eot_token],
                                         more[0] if more else []))
-            elif len(tokens := encoding.encode_ordinary(record["text"])) >= 192:
-                requests.append(Request(tokens[:64], []))
+            elif len(tokens := encoding.encode_ordinary(record["text"])) >= DOCUMENT:
+                requests.append(Request(tokens[:PROMPT], []))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
             raise ValueError(f"{path}, line {number}: a JSON object with a prompt, turns or a text "
                              f"is expected ({type(e).__name__}: {e})") from e
@@ -1296,12 +1305,12 @@ def run_bench(args: argparse.Namespace) -> int:
                 row = {"drafter": label, "mode": mode} | bench_row(
                     in_mode(m, mode), requests, temperature, batch, args)
                 rows.append(row)
+                save_json(args.out / "bench.json", rows)
                 print(f"{mode:14} {batch:5} {label:14} {row['acceptance_length']:7.3f} "
                       f"{row['per_request_length']:8.3f} {row['first_token_acceptance']:6.3f} "
                       f"{row['distinct_4gram']:8.3f} {row['tokens_per_s']:9.0f} "
                       f"{row['factor']:7.2f} {row['e2e_tokens_per_s']:11.0f} "
                       f"{row['texts_that_differ']:7d}", flush=True)
-    save_json(args.out / "bench.json", rows)
     print_positions([row for row in rows if row["batch"] == rows[0]["batch"]])
     print_stages(args, rows, machines, requests)
     print(f"\npeak memory {peak_memory(device)}")
@@ -1329,11 +1338,11 @@ def bench_requests(args: argparse.Namespace, target: Llama, checkpoint: dict,
     if any(len(r.tokens) > longest for r in requests):
         raise too_long
     if not requests:
-        raise ValueError(f"{source} has no prompt, and no document of 192 tokens: give another "
-                         "file with --prompts")
+        raise ValueError(f"{source} has no prompt, and no document of {DOCUMENT} tokens: give "
+                         "another file with --prompts")
     if len(requests) < args.n_prompts and not args.prompts:
         raise ValueError(f"--n-prompts is {args.n_prompts}, {source} has {len(requests)} documents "
-                         "of 192 tokens: ask for fewer")
+                         f"of {DOCUMENT} tokens: ask for fewer")
     return requests
 
 

@@ -12,7 +12,6 @@ import argparse
 import io
 import json
 import math
-import os
 import shlex
 import signal
 import statistics
@@ -158,12 +157,12 @@ class Stage:
 
     target: Llama
     mtp: MTP
-    mtp_loss: MTPLoss
+    mtp_loss: MTPLoss | None  # of the target's training
     drafter: Drafter | None
     max_logits: int = MAX_LOGITS  # of the target's losses, at a time
 
     def __post_init__(self):
-        if self.mtp_loss.mode == "ec":
+        if self.mtp_loss is not None and self.mtp_loss.mode == "ec":
             check_cancels(self.target, self.mtp)
 
     @property
@@ -306,8 +305,8 @@ def train(stage: Stage, recipe: Recipe, data: prepare.Dataset, path: Path, state
           micro_batch: int | None = None) -> dict[str, float]:
     """Train to the end of the recipe from state["step"], saving to path; gives the final measures.
 
-    `state` is the checkpoint to write, without weights: its "training" holds step and optimizers
-    of a resumed run. KeyboardInterrupt after saving, if asked.
+    `state` is the checkpoint to write; the weights in it, if any, are replaced by the models'. Its
+    "training" holds step and optimizers of a resumed run. KeyboardInterrupt after saving, if asked.
     """
     device = next(stage.target.parameters()).device
     T = stage.target.cfg.context
@@ -354,7 +353,7 @@ def train(stage: Stage, recipe: Recipe, data: prepare.Dataset, path: Path, state
                 bar.write(f"step {step + 1:5d} | " + describe_measures(measures, 4))
                 if is_first:
                     log(path.parent, {"stage": name, "step": step, "eval": measures})
-            stop = ctrl_c.anywhere() and not last
+            stop = ctrl_c.anywhere()
             if judge or stop:
                 refuse_non_finite({"loss": loss.item(), "gradient norm": norm.item()}, step, path)
                 training = {"step": step + 1, "optimizers": [o.state_dict() for o in optimizers]}
@@ -460,7 +459,7 @@ MEANING = {
     "accept_greedy": "head and verifier have the same argmax",
     "accept_argmax_draft": "the verifier's probability of the head's argmax",
     "kl": "nats, KL(verifier || head)",
-    "loss": "nats, position-decayed cross entropy of the predicted slots, against the labels",
+    "loss": "nats, weighted cross entropy of the predicted slots, against the labels",
     "agreement": "share of proposals equal to the target's argmax, given the text before",
 }
 
@@ -479,7 +478,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--size", choices=list(SIZES),
         help="default 10m with a GPU and a vocabulary of 8192 or more, else tiny")
     add("--data", metavar="NAME",
-        help="a folder of data/ (default fineweb-edu if prepared, else stdlib)")
+        help="a folder of data/ (default fineweb-edu if prepared, else stdlib; for --stage drafter "
+             "the target's)")
     add("--out", type=Path, default=Path("out"), metavar="DIR",
         help="where checkpoints go (default out)")
     add("--overwrite", action="store_true", help="train again over checkpoints that are there")
@@ -609,7 +609,7 @@ def report(title: str, measures: dict[str, float], seconds: float) -> None:
         print(f"  {name:20} {value:8.4f}   {meaning}")
     if torch.cuda.is_initialized():
         peak = torch.cuda.max_memory_allocated() / 2 ** 30
-        print(f"  peak memory {peak:17.2f}   GiB that the GPU's allocator held at most, so far")
+        print(f"  peak memory {peak:17.2f}   GiB that the GPU's allocator gave out at most, so far")
 
 
 def pick_size(args: argparse.Namespace, data: prepare.Dataset, device: torch.device) -> str:
@@ -680,7 +680,7 @@ def run_drafter(args: argparse.Namespace, data: prepare.Dataset, device: torch.d
     n = sum(p.numel() for p in drafter.parameters())
     print(f"drafter   {args.drafter}, {n / 1e6:.2f}M parameters, {args.labels} labels: {arm.about}")
     print(f"recipe    {describe(recipe, target.cfg.context)}")
-    stage = Stage(target.to(device), mtp.to(device), MTPLoss(), drafter.to(device))
+    stage = Stage(target.to(device), mtp.to(device), None, drafter.to(device))
     if args.compile:
         compile_blocks(target, mtp)  # the drafter's groups of blocks have too many shapes
     start = time.perf_counter()
@@ -1035,7 +1035,7 @@ def train_arm(stage: Stage, recipe: Recipe, tokens: np.ndarray, micro_batch: int
             checked = shown | {"loss": loss.item(), "gradient norm": norm.item()}
             refuse_non_finite(checked, step, path, f"{title}: ")
             bar.set_postfix_str(f"{title} | next_loss {shown['next_loss']:.3f}")
-        if ctrl_c.anywhere() and not last:
+        if ctrl_c.anywhere():
             raise KeyboardInterrupt(f"stopped in the run of {title}; {path} has those before")
 
 
@@ -1118,6 +1118,8 @@ def run(args: argparse.Namespace) -> None:
     torch.set_float32_matmul_precision("high" if args.dtype == "tf32" else "highest")
     print(f"device    {device}, {torch.get_num_threads()} threads, torch {torch.__version__}"
           + f", {n_processes} processes" * (n_processes > 1))
+    if args.data is None and args.stage == "drafter":
+        args.data = load_target(args.out)[2]["data"]
     if rank == 0:
         args.data = ready_data(args.data)
     wait_for_all()
@@ -1140,7 +1142,7 @@ def run(args: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    if "WORLD_SIZE" in os.environ:  # torchrun started this process
+    if dist.is_torchelastic_launched():  # torchrun started this process
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     speaker = None if process()[0] == 0 else io.StringIO()
     try:

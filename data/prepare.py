@@ -577,7 +577,7 @@ def remove_leftovers(out: Path) -> None:
         number = left.name.rpartition("-")[2]
         if number.isdecimal() and is_running(int(number)):
             raise ValueError(f"another prepare.py (process {number}) is making {out}: wait for it, "
-                             "or choose another --name")
+                             f"choose another --name, or, if it is none, delete {left}")
         shutil.rmtree(left, ignore_errors=True)
 
 
