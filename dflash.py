@@ -31,6 +31,7 @@ is not public: adaptive weights are D-PACE's, which is our reading.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -38,7 +39,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from model import KV, Block, Config, Context, Linear, Llama, Rows, init_weights
+from model import KV, Block, Config, Linear, Llama, Rows, attend, init_weights
 
 
 GROUP = 8    # blocks that attend together in training
@@ -104,6 +105,24 @@ def training_mask(anchors: Tensor, T: int, S: int, window: int) -> Tensor:
     block = torch.arange(N * S, device=anchors.device) // S     # (N S,) which block a slot is of
     own = (block[:, None] == block).expand(B, -1, -1)           # (B, N S, N S)
     return torch.cat((context, own), dim=2)[:, None]
+
+
+def attend_groups(q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_v: Tensor,
+                  masks: list[Tensor]) -> Tensor:
+    """Attention (B, N S, H D) of each group of blocks over [context, the group itself].
+
+    q, k, v (B, N S, heads, D) are the blocks', context_k, context_v (B, T, G, D); masks as
+    training_mask gives them, (B, 1, rows, seen + rows), one a group, over the first `seen` of T.
+    One mask over all rows would hold, and compute, mostly pairs that never see each other.
+    """
+    y, first = [], 0
+    for mask in masks:
+        n, columns = mask.shape[2:]
+        rows, seen = slice(first, first + n), columns - n
+        y.append(attend(q[:, rows], torch.cat((context_k[:, :seen], k[:, rows]), dim=1),
+                        torch.cat((context_v[:, :seen], v[:, rows]), dim=1), mask))
+        first += n
+    return torch.cat(y, dim=1)
 
 
 def round_mask(pos: Tensor, S: int, window: int, kv_len: int, offset: int = 0) -> Tensor:
@@ -202,9 +221,16 @@ class DFlash(nn.Module):
                                         for _ in range(2 * draft.n_layer))
             self.selector = PathSelector(cfg)
 
-    def around(self, i: int) -> tuple[Callable, Callable] | None:
-        """What calls the two sublayers of layer i."""
-        return None if self.mixing is None else (self.mixing[2 * i], self.mixing[2 * i + 1])
+    def layer(self, i: int, x: Tensor, attention: Callable) -> Tensor:
+        """x (B, N S, C) after draft layer i, a Block with the attention given to it. DFlash2 mixes
+        around both sublayers."""
+        block = self.layers[i]
+        mlp = block.mlp
+        if self.mixing is not None:
+            attention = partial(self.mixing[2 * i], attention)
+            mlp = partial(self.mixing[2 * i + 1], mlp)
+        x = x + attention(block.input_layernorm(x))
+        return x + mlp(block.post_attention_layernorm(x))
 
     def context(self, features: Tensor) -> Tensor:
         """The context (B, S, C) of features (B, S, n_features C), the same for all layers."""
@@ -223,8 +249,10 @@ class DFlash(nn.Module):
         rope = target.rope(slot_positions(anchors + offset, S).flatten(1))
         x = x.flatten(1, 2)  # (B, N S, C)
         for i, layer in enumerate(self.layers):
-            k, v = layer.self_attn.keys_values(context, context_rope)
-            x = layer(x, rope, context=Context(k, v, masks), around=self.around(i))
+            attn = layer.self_attn
+            seen_kv = attn.keys_values(context, context_rope)
+            x = self.layer(i, x, lambda y: attn.o_proj(
+                attend_groups(*attn.project(y, rope), *seen_kv, masks)))
         return self.norm(x).view(B, N, S, C)
 
     def forward_round(self, target: Llama, x: Tensor, pos: Tensor, kv: KV, kv_len: int,
@@ -240,8 +268,8 @@ class DFlash(nn.Module):
         rope = target.rope(positions)
         mask = round_mask(pos, S, self.draft.window, kv_len, offset)
         for i, layer in enumerate(self.layers):
-            x = layer(x, rope, mask, cache=Rows(kv[0][i], kv[1][i], positions, kv_len),
-                      around=self.around(i))
+            cache = Rows(kv[0][i], kv[1][i], positions, kv_len)
+            x = self.layer(i, x, lambda y: layer.self_attn(y, rope, mask, cache))
         return self.norm(x)
 
     def write_context(self, target: Llama, features: Tensor, positions: Tensor, kv: KV) -> None:

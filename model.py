@@ -146,29 +146,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     return y.transpose(1, 2).reshape(B, S, H * D)
 
 
-class Context(NamedTuple):
-    """Keys and values from elsewhere, and what each group of rows sees of them and of itself."""
-
-    k: Tensor            # (B, T, G, D)
-    v: Tensor            # (B, T, G, D)
-    masks: list[Tensor]  # a group: (B, 1, rows, seen + rows), over the first `seen` of T
-
-
-def attend_groups(q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
-    """Attention (B, S, H D) of each group of the S rows over [context, the group itself].
-
-    One mask over all S rows would hold, and compute, mostly pairs that never see each other.
-    """
-    y, first = [], 0
-    for mask in context.masks:
-        n, columns = mask.shape[2:]
-        rows, seen = slice(first, first + n), columns - n
-        y.append(attend(q[:, rows], torch.cat((context.k[:, :seen], k[:, rows]), dim=1),
-                        torch.cat((context.v[:, :seen], v[:, rows]), dim=1), mask))
-        first += n
-    return torch.cat(y, dim=1)
-
-
 # ----------------------------------------------------------------------------------------------
 # layers
 
@@ -177,11 +154,11 @@ SUM_ROWS = 8   # as many sums as a CPU has registers for
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
-    """x (.., K) times the transpose of weight (N, K): (.., N), as F.linear.
+    """x (.., n_in) times the transpose of weight (n_out, n_in): (.., n_out), as F.linear.
 
     Decoding multiplies a few rows by large matrices. For these a CPU's matrix library (MKL, fp32)
-    is two to three times as fast at W x' as at x W', and uses one thread for a single row: so the
-    order is turned round, and a single row goes twice. Compiled, up to a block of eight rows, each
+    is two to three times as fast at W x' as at x W' (W: weight), and takes one thread for a single
+    row: so the order is turned round, and a single row goes twice. Compiled, up to a block of eight rows, each
     row is a sum of products: the compiler makes one loop of them, which reads the weights once.
     """
     n = x.numel() // x.size(-1)
@@ -199,7 +176,7 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
 class Linear(nn.Linear):
     """A matrix without bias. Several of the same input can be `joined` for decoding."""
 
-    joined: Tensor | None = None  # (N1 + N2 + .., K), at the first of them
+    joined: Tensor | None = None  # (n_out of all, n_in), at the first of them
 
     def __init__(self, n_in: int, n_out: int):
         super().__init__(n_in, n_out, bias=False)
@@ -248,8 +225,13 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(cfg.head_dim, cfg.norm_eps) if qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(cfg.head_dim, cfg.norm_eps) if qk_norm else nn.Identity()
 
+    def project(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """q (B, S, H, D) and k, v (B, S, G, D) of x (B, S, C), at the positions of rope."""
+        q, k, v = self.heads(side_by_side(x, self.q_proj, self.k_proj, self.v_proj))
+        return rotate(self.q_norm(q), rope), rotate(self.k_norm(k), rope), v
+
     def keys_values(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """k, v (B, S, G, D) of the vectors x (B, S, C)."""
+        """k, v alone, of vectors that are only looked at."""
         k, v = self.heads(side_by_side(x, self.k_proj, self.v_proj))
         return rotate(self.k_norm(k), rope), v
 
@@ -258,13 +240,9 @@ class Attention(nn.Module):
         return [y.unflatten(-1, (-1, self.head_dim)) for y in vectors]
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None = None,
-                cache: Rows | None = None, context: Context | None = None) -> Tensor:
-        """Attention of x (B, S, C) over itself, or over a cache after storing itself there, or over
-        a context and itself in groups of rows (a drafter's training)."""
-        q, k, v = self.heads(side_by_side(x, self.q_proj, self.k_proj, self.v_proj))
-        q, k = rotate(self.q_norm(q), rope), rotate(self.k_norm(k), rope)
-        if context is not None:
-            return self.o_proj(attend_groups(q, k, v, context))
+                cache: Rows | None = None) -> Tensor:
+        """Attention of x (B, S, C) over itself, or over a cache after storing itself there."""
+        q, k, v = self.project(x, rope)
         if cache is not None:
             k, v = cache.write(k, v)  # (B, kv_len, G, D)
         return self.o_proj(attend(q, k, v, mask))
@@ -284,10 +262,6 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(gate) * up)
 
 
-def plainly(sublayer: Callable, y: Tensor) -> Tensor:
-    return sublayer(y)
-
-
 class Block(nn.Module):
     """One pre-norm decoder layer: the target's, the MTP head's and (with qk_norm) the drafter's."""
 
@@ -299,16 +273,10 @@ class Block(nn.Module):
         self.mlp = MLP(cfg)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None = None,
-                cache: Rows | None = None, context: Context | None = None,
-                around: tuple[Callable, Callable] | None = None) -> Tensor:
-        """x (B, S, C) after one layer. `around` calls both sublayers in its own way (DFlash2)."""
-        around_attn, around_mlp = around or (plainly, plainly)
-
-        def attention(y: Tensor) -> Tensor:
-            return self.self_attn(y, rope, mask, cache, context)
-
-        x = x + around_attn(attention, self.input_layernorm(x))
-        return x + around_mlp(self.mlp, self.post_attention_layernorm(x))
+                cache: Rows | None = None) -> Tensor:
+        """x (B, S, C) after one layer."""
+        x = x + self.self_attn(self.input_layernorm(x), rope, mask, cache)
+        return x + self.mlp(self.post_attention_layernorm(x))
 
 
 # ----------------------------------------------------------------------------------------------
