@@ -158,8 +158,9 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
 
     Decoding multiplies a few rows by large matrices. For these a CPU's matrix library (MKL, fp32)
     is two to three times as fast at W x' as at x W' (W: weight), and takes one thread for a single
-    row: so the order is turned round, and a single row goes twice. Compiled, up to a block of eight rows, each
-    row is a sum of products: the compiler makes one loop of them, which reads the weights once.
+    row: so the order is turned round, and a single row goes twice. Compiled, up to a block of eight
+    rows, each row is a sum of products: the compiler makes one loop of them, which reads the
+    weights once.
     """
     n = x.numel() // x.size(-1)
     if x.device.type != "cpu" or x.dtype == torch.bfloat16 or n > FEW_ROWS \
