@@ -42,6 +42,7 @@ from torch import Tensor
 from model import KV, Block, Config, Linear, Llama, Rows, attend, init_weights
 
 
+SPACING = 8  # tokens of a training window for each block in it
 GROUP = 8    # blocks that attend together in training
 N_BEST = 16  # candidates of DFlash2's walk, a slot
 
@@ -70,7 +71,7 @@ def draft_preset(cfg: Config, size: str) -> DraftConfig:
 
 
 def sample_anchors(n_rows: int, T: int, S: int, seed: int, step: int) -> Tensor:
-    """Anchors (n_rows, T // 8), ascending: random without replacement from [1, T - S].
+    """Anchors (n_rows, T // SPACING), ascending: random without replacement from [1, T - S].
 
     They follow from (seed, step) alone, so that every arm trains on the same blocks. An anchor
     needs one token before it (the context), and S - 1 after it (the labels).
@@ -78,7 +79,7 @@ def sample_anchors(n_rows: int, T: int, S: int, seed: int, step: int) -> Tensor:
     if T < 2 * S:
         raise ValueError(f"the window has {T} tokens: blocks of {S} slots need at least {2 * S}")
     rng = np.random.default_rng((seed, step))
-    order = rng.random((n_rows, T - S)).argsort(axis=1)[:, :T // 8] + 1
+    order = rng.random((n_rows, T - S)).argsort(axis=1)[:, :T // SPACING] + 1
     return torch.from_numpy(np.sort(order, axis=1))
 
 

@@ -1392,10 +1392,8 @@ def print_stages(args: argparse.Namespace, rows: list[dict], machines: dict[str,
 
 
 def main(argv: list[str] | None = None) -> int:
+    prepare.never_fail_to_print()
     args = parse_args(argv)
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # what cannot be shown must not stop the rest
     try:
         return run_bench(args) if args.bench else run_prompt(args)
     except (ValueError, OSError) as e:

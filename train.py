@@ -329,40 +329,41 @@ def train(stage: Stage, recipe: Recipe, data: prepare.Dataset, path: Path, state
                disable=None if is_first else True, dynamic_ncols=True)
     with bar, CtrlC() as ctrl_c:
         for step in range(first_step, recipe.steps):
-            last = step + 1 == recipe.steps
-            judge = (step + 1) % eval_every == 0 or last
+            done = step + 1  # as the screen, the log and the checkpoint count
+            last = done == recipe.steps
+            judge = done % eval_every == 0 or last
             measure = step % log_every == 0 or judge
             t0 = time.perf_counter()
             loss, shown, norm = train_step(stage, recipe, optimizers, data.train, step, micro_batch,
                                            measure)
-            refuse_non_finite(shown, step, path)
+            refuse_non_finite(shown, done, path)
             if measure and device.type == "cuda":
                 torch.cuda.synchronize()
             seconds += time.perf_counter() - t0
             bar.update()
             if measure:
-                speed = (step + 1 - since) * recipe.batch * T / seconds
-                seconds, since = 0.0, step + 1
+                speed = (done - since) * recipe.batch * T / seconds
+                seconds, since = 0.0, done
                 bar.set_postfix_str(describe_measures(shown, 3) + f" | tokens/s {speed:.0f}")
                 if is_first:
-                    log(path.parent, {"stage": name, "step": step, **shown,
+                    log(path.parent, {"stage": name, "step": done, **shown,
                                       "tokens_per_s": round(speed)})
             if judge:
                 measures = evaluate(stage, held_out, recipe)
-                refuse_non_finite(measures, step, path)
-                bar.write(f"step {step + 1:5d} | " + describe_measures(measures, 4))
+                refuse_non_finite(measures, done, path)
+                bar.write(f"step {done:5d} | " + describe_measures(measures, 4))
                 if is_first:
-                    log(path.parent, {"stage": name, "step": step, "eval": measures})
+                    log(path.parent, {"stage": name, "step": done, "eval": measures})
             stop = ctrl_c.anywhere()
             if judge or stop:
-                refuse_non_finite({"loss": loss.item(), "gradient norm": norm.item()}, step, path)
-                training = {"step": step + 1, "optimizers": [o.state_dict() for o in optimizers]}
+                refuse_non_finite({"loss": loss.item(), "gradient norm": norm.item()}, done, path)
+                training = {"step": done, "optimizers": [o.state_dict() for o in optimizers]}
                 if is_first:
                     save_checkpoint(path, state | weights(stage, state) | {
                         "training": {} if last else training, "eval": measures})
             if stop:
                 wait_for_all()
-                raise KeyboardInterrupt(f"stopped after step {step + 1} of {recipe.steps}, "
+                raise KeyboardInterrupt(f"stopped after step {done} of {recipe.steps}, "
                                         f"saved in {path}")
     wait_for_all()
     return measures
@@ -399,12 +400,12 @@ def describe_measures(measures: dict[str, float], digits: int) -> str:
 
 
 def start_log(out: Path, name: str, step: int) -> None:
-    """Drop from out/log.jsonl what a stage wrote at `step` or later: it will be written again."""
+    """Drop from out/log.jsonl what a stage wrote after `step`: it will be written again."""
     path = out / "log.jsonl"
     if path.exists():
         try:
             lines = [json.loads(line) for line in path.read_text().splitlines()]
-            kept = [line for line in lines if line["stage"] != name or line["step"] < step]
+            kept = [line for line in lines if line["stage"] != name or line["step"] <= step]
         except (ValueError, KeyError, TypeError) as e:
             raise ValueError(f"{path} has a line that is not of this project, or was cut short: "
                              "move the file away") from e
@@ -1012,7 +1013,7 @@ def run_arms(args: argparse.Namespace, seeds: range, cfg: Config, recipe: Recipe
                       ctrl_c)
             for name, windows in held_out.items():
                 measures = evaluate(stage, windows, own)
-                refuse_non_finite(measures, own.steps - 1, path, f"{arm}, seed {seed}, {name}: ")
+                refuse_non_finite(measures, own.steps, path, f"{arm}, seed {seed}, {name}: ")
                 result["runs"].append({"arm": arm, "seed": seed, "file": name, **measures})
                 if name == "val":
                     bar.write(f"{arm:10} seed {seed} | " + describe_measures(
@@ -1033,7 +1034,7 @@ def train_arm(stage: Stage, recipe: Recipe, tokens: np.ndarray, micro_batch: int
         bar.update()
         if measure:
             checked = shown | {"loss": loss.item(), "gradient norm": norm.item()}
-            refuse_non_finite(checked, step, path, f"{title}: ")
+            refuse_non_finite(checked, step + 1, path, f"{title}: ")
             bar.set_postfix_str(f"{title} | next_loss {shown['next_loss']:.3f}")
         if ctrl_c.anywhere():
             raise KeyboardInterrupt(f"stopped in the run of {title}; {path} has those before")
@@ -1141,6 +1142,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
+    prepare.never_fail_to_print()
     args = parse_args(argv)
     if dist.is_torchelastic_launched():  # torchrun started this process
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")

@@ -858,10 +858,15 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def main(argv: list[str] | None = None) -> int:
+def never_fail_to_print() -> None:
+    """A name or a text that the terminal cannot show must not stop the rest."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")  # a name that cannot be shown
+            stream.reconfigure(errors="backslashreplace")
+
+
+def main(argv: list[str] | None = None) -> int:
+    never_fail_to_print()
     args = parse_args(argv)
     out = Path(__file__).parent / args.name
     try:

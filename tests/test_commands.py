@@ -79,6 +79,20 @@ def test_a_batch_of_prompts_prints_every_text_after_its_prompt(run):
     assert "batch 3" in out
 
 
+def test_the_check_compares_with_the_same_kind_of_steps(run, monkeypatch):
+    seen, check = [], speculate.print_check
+
+    def watched(plain, *settings):
+        seen.append(plain)
+        return check(plain, *settings)
+
+    monkeypatch.setattr(speculate, "check_compiler", lambda device: None)
+    monkeypatch.setattr(speculate, "compile_step", lambda step: step)
+    monkeypatch.setattr(speculate, "print_check", watched)
+    assert run("--prompt", "x", "--check", "--compile")[0] == 0
+    assert seen[0].compiled and seen[0].m.n_slots == 1
+
+
 def test_a_mismatch_exits_non_zero_and_names_the_token(run, monkeypatch):
     decode = speculate.decode
 
@@ -127,11 +141,39 @@ def test_bad_numbers_are_refused_with_the_flag_and_what_is_allowed(run, capsys, 
     (["--bench", "--check"], "--check goes with --prompt"),
     (["--prompt", "x", "--drafters", "dflash"], "--drafters goes with --bench alone"),
     (["--prompt", "x", "--batch", "4"], "--batch goes with --bench"),
+    (["--prompt", "x", "--mtp-steps", "4"], "--mtp-steps is 4, --drafter dmtp: add --drafter mtp"),
     (["--prompt", "x", "--trace", "--check"], "leave out --check")])
 def test_a_flag_that_would_do_nothing_is_refused(run, capsys, flags, words):
     with pytest.raises(SystemExit):
         run(*flags)
     assert words in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", ["target", "dmtp"])
+def test_a_checkpoint_of_a_run_that_was_stopped_says_so(run, folder, monkeypatch, name):
+    path = folder / f"{name}.pt"
+    finished = path.read_bytes()
+    whole = torch.load(path, weights_only=True)
+    save_checkpoint(path, whole | {"training": {"step": 110, "optimizers": []}})
+    status, out, error = run("--prompt", "x", "--drafter", "dmtp")
+    path.write_bytes(finished)
+    assert status == 0 and "acceptance length" in out
+    assert error.count("note:") == 1 and f"{name}.pt" in error and "step 110" in error
+
+
+def test_a_bench_that_is_stopped_keeps_the_rows_it_has(run, folder, monkeypatch):
+    rows, bench_row = [], speculate.bench_row
+
+    def stopped(*settings):
+        if len(rows) == 2:
+            raise KeyboardInterrupt
+        rows.append(bench_row(*settings))
+        return dict(rows[-1])
+
+    monkeypatch.setattr(speculate, "bench_row", stopped)
+    assert run("--bench", "--n-prompts", "2", "--drafters", "dmtp")[0] == 130
+    kept = json.loads((folder / "bench.json").read_text())
+    assert [row["histogram"] for row in kept] == [row["histogram"] for row in rows]
 
 
 def test_a_full_memory_is_one_line_that_says_what_to_do(run, monkeypatch):

@@ -19,7 +19,7 @@ from torch import Tensor
 import dmtp
 from dflash import DraftConfig
 from dmtp import (ARMS, Drafter, block_loss, drafter_checkpoint, fingerprint, load_drafter,
-                  load_target, save_checkpoint, target_checkpoint)
+                  load_target, save_checkpoint, start_from, target_checkpoint)
 from model import Llama, new_cache
 from mtp import MTP
 from speculate import Machine, Sampling, draft_step, new_state, noise_step, prefill, t1_step
@@ -681,6 +681,18 @@ def test_a_checkpoint_of_the_other_kind_or_none_is_one_line(tmp_path):
     assert "not a drafter checkpoint" in line and "--drafter dmtp" in line
     line = refusal(tmp_path / "dflash.pt", load_drafter, tmp_path, "dflash", target.cfg, mark)
     assert line.startswith("there is no ") and "--drafter dflash" in line
+
+
+@pytest.mark.parametrize("change", [{"draft_config": None}, {"draft_config": {"old": 1}}])
+def test_weights_of_another_layout_are_no_start(change, tmp_path):
+    target, mtp = save_target(tmp_path)
+    save_drafter(tmp_path, "dflash", "dflash", target, mtp)
+    path = tmp_path / "dflash.pt"
+    old = {k: v for k, v in (torch.load(path) | change).items() if v is not None}
+    torch.save(old, path)
+    line = refusal(path, start_from, path, small_drafter(target.cfg, "dmtp").float(),
+                   fingerprint(target, mtp))
+    assert "another layout" in line
 
 
 @every_arm

@@ -290,7 +290,7 @@ def test_ctrl_c_of_two_processes_saves_after_the_same_step(data, train_script, t
                "--out", str(tmp_path / "out")]
     running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True,
                                stdout=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    for _ in range(600):
+    for _ in range(1800):
         time.sleep(0.1)
         if (tmp_path / "out" / "log.jsonl").exists():
             break
@@ -308,7 +308,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint(run, m
     nan = torch.tensor(float("nan"), requires_grad=True)
     monkeypatch.setattr(train, "stage_loss", lambda *a: (nan, {"next_loss": nan}))
     assert run("--stage", "target", "--overwrite")[0] == 1
-    assert "at step 0" in capsys.readouterr().err
+    assert "at step 1:" in capsys.readouterr().err
     assert (out / "target.pt").read_bytes() == before
 
 
@@ -317,7 +317,7 @@ def test_ctrl_c_finishes_the_step_saves_and_names_the_command_to_go_on(data, tmp
                "--steps", "2000", "--batch", "1", "--optimizer", "adamw"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True,
                                stdout=subprocess.DEVNULL)
-    for _ in range(600):
+    for _ in range(1800):
         time.sleep(0.1)
         if (tmp_path / "log.jsonl").exists():
             break
@@ -329,6 +329,32 @@ def test_ctrl_c_finishes_the_step_saves_and_names_the_command_to_go_on(data, tmp
     assert "--resume" in error
     checkpoint = torch.load(tmp_path / "target.pt", weights_only=True)
     assert 0 < checkpoint["training"]["step"] < 2000
+
+
+def test_ctrl_c_in_a_stages_last_step_stops_before_the_next_stage(run, monkeypatch, capsys):
+    evaluate = train.evaluate
+
+    def interrupted(*settings):
+        signal.raise_signal(signal.SIGINT)
+        return evaluate(*settings)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "evaluate", interrupted)
+        status, out = run("--steps", "1")
+    assert status == 130 and not (out / "dmtp.pt").exists()
+    assert "stopped after step 1 of 1" in capsys.readouterr().err
+    assert run("--steps", "1", "--resume")[0] == 0 and (out / "dmtp.pt").exists()
+    assert "target.pt is there" in capsys.readouterr().out
+
+
+def test_a_drafter_is_trained_on_the_data_of_its_target(run, monkeypatch, capsys):
+    run("--stage", "target")
+    asked = []
+    monkeypatch.setattr(train, "ready_data", lambda name: asked.append(name) or name)
+    _, out = run("--stage", "drafter")
+    command = ["--stage", "drafter", "--drafter", "dflash", "--drafter-steps", "2", "--batch", "2"]
+    assert train.main([*command, "--out", str(out)]) == 0
+    assert len(set(asked)) == 1 and (out / "dflash.pt").exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
@@ -409,6 +435,12 @@ def test_a_gpu_always_has_the_number_that_torch_wants_of_the_current_device(monk
     assert pick_device(wanted) == torch.device("cuda", index)
     with pytest.raises(ValueError, match="torch sees 2"):
         pick_device("cuda:2")
+
+
+@pytest.mark.parametrize("wanted", ["tpu", "cuda:x", "cuda:", "cpu:0", "meta", "cuda:99999"])
+def test_a_device_that_is_none_of_ours_is_named_with_what_is_allowed(wanted):
+    with pytest.raises(ValueError, match="allowed: cpu, cuda, cuda:N"):
+        pick_device(wanted)
 
 
 def test_a_fault_that_is_not_a_full_memory_is_not_hidden(run, monkeypatch):
