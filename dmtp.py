@@ -379,6 +379,12 @@ def note_unfinished(path: Path, checkpoint: dict) -> None:
               "train.py --resume goes on", file=sys.stderr)
 
 
+def differing(there: dict, asked: dict, word: str = "asked") -> str:
+    """The settings that differ, with both values; "" if none does."""
+    return ", ".join(f"{k} {there.get(k)} (there) / {asked.get(k)} ({word})"
+                     for k in sorted(there.keys() | asked.keys()) if there.get(k) != asked.get(k))
+
+
 def start_from(path: Path, drafter: Drafter, target_fingerprint: str) -> str:
     """Put the weights of another drafter's file into a new one, and give back their digest.
 
@@ -390,9 +396,8 @@ def start_from(path: Path, drafter: Drafter, target_fingerprint: str) -> str:
         raise ValueError(f"--init-from {path} was trained for target {wanted}, this one is "
                          f"{target_fingerprint}")
     there, here = checkpoint.get("draft_config", {}), asdict(drafter.dflash.draft)
-    if differ := [f"{k} {there.get(k)} (there) / {here[k]} (here)" for k in here
-                  if there.get(k) != here[k]]:
-        raise ValueError(f"--init-from {path} has another layout: {', '.join(differ)}")
+    if differ := differing(there, here, "here"):
+        raise ValueError(f"--init-from {path} has another layout: {differ}")
     weights, own = checkpoint["drafter"], drafter.state_dict()
     misfits = [name for name, w in weights.items()
                if name not in own or own[name].shape != w.shape]

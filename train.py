@@ -34,7 +34,7 @@ from tqdm import tqdm
 
 from data import prepare
 from dflash import draft_preset, sample_anchors
-from dmtp import (ARMS, LABELS, Drafter, block_loss, check_compiler, drafter_checkpoint,
+from dmtp import (ARMS, LABELS, Drafter, block_loss, check_compiler, differing, drafter_checkpoint,
                   load_checkpoint, load_target, no_memory, pick_device, save_checkpoint, save_json,
                   save_whole, start_from, target_checkpoint, to_device)
 from model import MAX_LOGITS, SIZES, Block, Config, Llama, preset
@@ -580,12 +580,6 @@ def make_recipe(args: argparse.Namespace, defaults: Defaults, steps: int | None,
                   momentum=defaults.momentum, beta1=defaults.beta1 if muon else 0.9)
 
 
-def differing(there: dict, asked: dict) -> str:
-    """The settings that differ, with both values; "" if none does."""
-    return ", ".join(f"{k} {there.get(k)} (there) / {asked.get(k)} (asked)"
-                     for k in sorted(there.keys() | asked.keys()) if there.get(k) != asked.get(k))
-
-
 def earlier_run(path: Path, kind: str, settings: dict, args: argparse.Namespace) -> dict:
     """The checkpoint to go on from, or {} to start; ValueError if one is in the way."""
     if not path.exists() or (args.overwrite and not args.resume):
@@ -1036,7 +1030,7 @@ def train_arm(stage: Stage, recipe: Recipe, tokens: np.ndarray, micro_batch: int
             checked = shown | {"loss": loss.item(), "gradient norm": norm.item()}
             refuse_non_finite(checked, step + 1, path, f"{title}: ")
             bar.set_postfix_str(f"{title} | next_loss {shown['next_loss']:.3f}")
-        if ctrl_c.anywhere():
+        if ctrl_c.anywhere() and not last:  # a finished run is judged and kept first
             raise KeyboardInterrupt(f"stopped in the run of {title}; {path} has those before")
 
 

@@ -180,6 +180,19 @@ def test_the_standard_arm_trains_as_mtp_loss_standard_does(run, data, tmp_path):
     assert row == {"arm": "standard", "seed": 3, "file": "val", **final}
 
 
+def test_ctrl_c_in_a_runs_last_step_keeps_that_run(run, monkeypatch, capsys):
+    steps, lr = [], train.get_lr
+    monkeypatch.setattr(train, "get_lr", lambda step, r: steps.append(step) or lr(step, r))
+
+    class StopAtFour(train.CtrlC):  # the last step of the first run
+        asked = property(lambda self: len(steps) >= 4, lambda self, value: None)
+
+    monkeypatch.setattr(train, "CtrlC", StopAtFour)
+    status, path = run("--seeds", "1")
+    assert status == 130 and "Go on with: python train.py" in capsys.readouterr().err
+    assert [r["arm"] for r in json.loads(path.read_text())["runs"]] == ["standard"]
+
+
 def test_a_stopped_and_repeated_comparison_gives_the_file_of_an_uninterrupted_one(
         run, monkeypatch, capsys):
     flags = ["--seeds", "2"]

@@ -683,13 +683,15 @@ def test_a_checkpoint_of_the_other_kind_or_none_is_one_line(tmp_path):
     assert line.startswith("there is no ") and "--drafter dflash" in line
 
 
-@pytest.mark.parametrize("change", [{"draft_config": None}, {"draft_config": {"old": 1}}])
+@pytest.mark.parametrize("change", [{"draft_config": None}, {"draft_config": {"old": 1}}, "newer"])
 def test_weights_of_another_layout_are_no_start(change, tmp_path):
     target, mtp = save_target(tmp_path)
     save_drafter(tmp_path, "dflash", "dflash", target, mtp)
     path = tmp_path / "dflash.pt"
-    old = {k: v for k, v in (torch.load(path) | change).items() if v is not None}
-    torch.save(old, path)
+    whole = torch.load(path)
+    if change == "newer":
+        change = {"draft_config": whole["draft_config"] | {"newer": 1}}
+    torch.save({k: v for k, v in (whole | change).items() if v is not None}, path)
     line = refusal(path, start_from, path, small_drafter(target.cfg, "dmtp").float(),
                    fingerprint(target, mtp))
     assert "another layout" in line
