@@ -150,7 +150,7 @@ def test_a_flag_that_would_do_nothing_is_refused(run, capsys, flags, words):
 
 
 @pytest.mark.parametrize("name", ["target", "dmtp"])
-def test_a_checkpoint_of_a_run_that_was_stopped_says_so(run, folder, monkeypatch, name):
+def test_a_checkpoint_of_a_run_that_was_stopped_says_so(run, folder, name):
     path = folder / f"{name}.pt"
     finished = path.read_bytes()
     whole = torch.load(path, weights_only=True)
