@@ -293,8 +293,8 @@ def decay_weights(n: int, gamma: float, like: Tensor) -> Tensor:
 
 
 def slot_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross entropy in nats (B, N, n) of logits (B, N, n, V), labels being ids (B, N, n) or
-    distributions (B, N, n, V)."""
+    """Cross entropy in nats (B, N, n) of logits against labels, distributions; (B, N, n, V) both.
+    """
     losses = F.cross_entropy(logits.flatten(0, 2), labels.flatten(0, 2), reduction="none")
     return losses.view(logits.shape[:3])
 
@@ -311,14 +311,11 @@ def decayed_mean(losses: Tensor, gamma: float) -> Tensor:
 def slot_chances(logits: Tensor, labels: Tensor) -> Tensor:
     """The chance (B, N, n) that a proposal is taken, without gradient; arguments as in slot_losses.
 
-    For ids it is the drafter's probability of the label; for distributions what the two have in
-    common, 1 - TV. (exp(-cross entropy) would be the first, but not the second: a drafter that
-    equals an unsure target still has a large cross entropy.)
+    It is what the two distributions have in common, 1 - TV; for a one-hot label the drafter's
+    probability of that token. (Only there is it exp(-cross entropy): a drafter that equals an
+    unsure target still has a large one.)
     """
-    q = logits.detach().softmax(dim=-1)
-    if labels.dim() < q.dim():
-        return q.gather(-1, labels[..., None])[..., 0]
-    return torch.minimum(q, labels).sum(dim=-1)
+    return torch.minimum(logits.detach().softmax(dim=-1), labels).sum(dim=-1)
 
 
 def adaptive_weights(chances: Tensor) -> Tensor:
@@ -345,8 +342,4 @@ def selector_losses(selector: PathSelector, states: Tensor, logits: Tensor, befo
     and labels as in slot_losses."""
     unary, candidates = logits.topk(min(N_BEST, logits.size(-1)))  # (B, N, n, N_BEST)
     scores = unary + selector.pair_scores(states, before, candidates)
-    if labels.dim() < logits.dim():
-        share = candidates == labels[..., None]
-    else:
-        share = labels.gather(-1, candidates)
-    return -(scores.log_softmax(dim=-1) * share).sum(dim=-1)
+    return -(scores.log_softmax(dim=-1) * labels.gather(-1, candidates)).sum(dim=-1)

@@ -182,8 +182,8 @@ def block_loss(target: Llama, mtp: MTP, drafter: Drafter, tokens: Tensor, anchor
                max_logits: int = MAX_LOGITS) -> BlockLoss:
     """The drafter's loss on windows tokens (B, T) at anchors (B, N), all blocks in one forward.
 
-    labels: hard is the text's token, as in the sources; soft is the target's whole distribution
-    for that token, from the same forward pass: what a proposal is verified against is the target.
+    labels: hard is the text's token (a one-hot distribution), as in the sources; soft is the
+    target's whole distribution for it, from the same forward pass: that is what will verify.
     `measure` adds the agreement with the target's argmax, given the text before (zeros otherwise).
     The target and the head only give features and are meant to be frozen. anchors lie on the CPU.
     """
@@ -215,12 +215,14 @@ def block_loss(target: Llama, mtp: MTP, drafter: Drafter, tokens: Tensor, anchor
     def loss_of(logits: list[Tensor], part: slice) -> tuple[Tensor, Tensor]:
         """Each window's share of the loss, and of the agreement."""
         proposed = logits[0].unflatten(1, (N, -1))                              # (b, N, n, V)
-        wanted, agreement = block[part, :, first:], torch.zeros(out.size(2), device=out.device)
+        agreement = torch.zeros(out.size(2), device=out.device)
         if measure or labels == "soft":
             with torch.no_grad():
                 own = target.lm_head(verifier[part]).unflatten(1, (N, -1))      # (b, N, n, V)
         if labels == "soft":
             wanted = own.softmax(dim=-1)
+        else:
+            wanted = torch.zeros_like(proposed).scatter_(-1, block[part, :, first:, None], 1.0)
         if measure:
             same = proposed.argmax(dim=-1) == own.argmax(dim=-1)
             agreement = same.sum(dim=(0, 1)) / (B * N)

@@ -10,6 +10,7 @@ import math
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from kit import random_tokens, small_config, small_drafter, small_models
 from torch import Tensor, nn
 
@@ -205,12 +206,11 @@ def test_decayed_cross_entropy_equals_a_loop(B, N, n, gamma):
                 nats = math.log(sum(math.exp(x) for x in z)) - z[label]
                 total += math.exp(-k / gamma) * nats
                 weights += math.exp(-k / gamma)
-    loss = decayed_mean(slot_losses(logits, labels), gamma)
+    loss = decayed_mean(slot_losses(logits, F.one_hot(labels, V).double()), gamma)
     assert loss.item() == pytest.approx(total / weights, rel=1e-12)
 
 
-def test_labels_may_be_distributions():
-    """The mean over a distribution is its mean of the losses at single ids, slot by slot."""
+def test_the_loss_of_a_distribution_is_its_mean_over_single_tokens():
     B, N, n, V = 2, 3, 6, 11
     generator = torch.Generator().manual_seed(1)
     logits, wanted = 3 * torch.randn(2, B, N, n, V, dtype=torch.float64, generator=generator)
@@ -228,7 +228,8 @@ def test_labels_may_be_distributions():
 
 def test_the_first_predicted_slot_weighs_most():
     n, V = 7, 5
-    labels = torch.zeros(1, 2, n, dtype=torch.int64)
+    labels = torch.zeros(1, 2, n, V, dtype=torch.float64)
+    labels[..., 0] = 1
     losses = []
     for slot in range(n):
         logits = torch.zeros(1, 2, n, V, dtype=torch.float64)

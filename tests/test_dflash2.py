@@ -13,6 +13,7 @@ A walk by hand, three tokens, two slots, two candidates each, after token 0:
 
 import pytest
 import torch
+import torch.nn.functional as F
 from kit import every_layer, random_tokens, small_config, small_drafter, small_models
 from torch import Tensor, nn
 
@@ -202,9 +203,8 @@ def test_a_drafter_that_equals_the_target_has_all_chances_one_however_unsure_bot
     torch.testing.assert_close(chances, torch.ones(2, 3, 6).double())
     torch.testing.assert_close(slot_chances(logits, other), 1 - (own - other).abs().sum(-1) / 2)
     ids = random_tokens(2, 3, 6)
-    torch.testing.assert_close(slot_chances(logits, ids), (-slot_losses(logits, ids)).exp())
-    one_hot = torch.nn.functional.one_hot(ids, 23).double()
-    torch.testing.assert_close(slot_chances(logits, one_hot), slot_chances(logits, ids))
+    own_share = logits.softmax(dim=-1).gather(-1, ids[..., None])[..., 0]
+    torch.testing.assert_close(slot_chances(logits, F.one_hot(ids, 23).double()), own_share)
 
 
 def test_the_selector_learns_on_slots_whose_gold_token_is_a_candidate(monkeypatch):
@@ -212,7 +212,8 @@ def test_the_selector_learns_on_slots_whose_gold_token_is_a_candidate(monkeypatc
     selector = small_drafter(small_config(), "dflash2").dflash.selector
     states, logits = randn(2, 3, 6, 32).requires_grad_(), randn(2, 3, 6, 23, seed=1)
     gold = random_tokens(2, 3, 7)
-    losses = selector_losses(selector, states, logits, gold[:, :, :-1], gold[:, :, 1:])
+    one_hot = F.one_hot(gold, 23).double()
+    losses = selector_losses(selector, states, logits, gold[:, :, :-1], one_hot[:, :, 1:])
     hits = 0
     for b in range(2):
         for n in range(3):
@@ -227,9 +228,6 @@ def test_the_selector_learns_on_slots_whose_gold_token_is_a_candidate(monkeypatc
                 expected = -scores.log_softmax(-1)[candidates.index(gold[b, n, k + 1].item())]
                 torch.testing.assert_close(losses[b, n, k], expected)
     assert 1 < hits < 30
-    one_hot = torch.nn.functional.one_hot(gold, 23).double()
-    same = selector_losses(selector, states, logits, gold[:, :, :-1], one_hot[:, :, 1:])
-    torch.testing.assert_close(same, losses)
     losses.sum().backward()
     assert states.grad.any() and all(p.grad.any() for p in selector.parameters())
 
@@ -253,7 +251,7 @@ def test_the_loss_of_a_block_is_the_adaptive_sum_of_both_parts(name, labels, mon
     loss = block_loss(target, mtp, drafter, tokens, anchors, labels).loss
     (logits, wanted), losses = seen["slot_losses"]
     (*_, walked), walk = seen["selector_losses"]
-    assert wanted.dim() == (3 if labels == "hard" else 4) and walked is wanted
+    assert walked is wanted and (wanted.max(dim=-1).values == 1).all() == (labels == "hard")
     weights = adaptive_weights(slot_chances(logits, wanted))
     torch.testing.assert_close(loss, (weights * (losses + walk)).sum() / 6)
     assert losses.shape == (3, 2, S - drafter.first) and walk.any()

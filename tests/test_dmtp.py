@@ -49,7 +49,7 @@ class Seen(NamedTuple):
     x: Tensor              # (B, N, S - offset, C)
     states: Tensor         # (B, N, S - offset, C)
     logits: Tensor         # (B, N, n, V)
-    labels: Tensor         # (B, N, n), or (B, N, n, V)
+    labels: Tensor         # (B, N, n, V)
     result: dmtp.BlockLoss
 
 
@@ -259,7 +259,7 @@ def test_labels_stand_at_their_own_positions_and_known_slots_have_none(arm, monk
     first = ARMS[arm].first
     for b in range(3):
         for n, a in enumerate(anchors[b].tolist()):
-            assert labels[b, n].tolist() == [a + slot for slot in range(first, S)]
+            assert torch.equal(labels[b, n], torch.eye(T)[a + first:a + S].double())
 
 
 @every_arm
