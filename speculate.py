@@ -819,8 +819,9 @@ def bars(histogram: list[int]) -> str:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        usage="python speculate.py (--prompt TEXT | --bench) [options; --help lists them]",
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--prompt", action="append", metavar="TEXT",
@@ -870,6 +871,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--compile", action="store_true",
         help="run the steps through torch.compile; compiling takes a minute or more")
     args = parser.parse_args(argv)
+    check_flags(parser, args)
+    return args
+
+
+def check_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Exit with a message where a value is out of range, or a flag would do nothing."""
     for bad, message in (
             (not 1 <= args.mtp_steps < MAX_SLOTS,
              f"--mtp-steps is {args.mtp_steps}, allowed: 1 to {MAX_SLOTS - 1}"),
@@ -900,7 +907,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         needed, idle = "--bench", ("drafters", "prompts", "n_prompts", "batch")
     if given := [name for name in idle if getattr(args, name) != parser.get_default(name)]:
         parser.error(f"--{given[0].replace('_', '-')} goes with {needed} alone: leave it out")
-    return args
 
 
 def load_machine(name: str, mtp_steps: int, args: argparse.Namespace, target: Llama, mtp: MTP,

@@ -467,10 +467,10 @@ MEANING = {
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     drafters = "\n".join(f"  {name:14} {arm.about}" for name, arm in ARMS.items())
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     epilog=f"drafters (h: the MTP state that predicted T1):\n"
-                                            f"{drafters}")
+    parser = argparse.ArgumentParser(
+        usage="python train.py [options; --help lists them]",
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"drafters (h: the MTP state that predicted T1):\n{drafters}")
     add = parser.add_argument
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--ec-mtp", action="store_true",

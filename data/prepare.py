@@ -827,8 +827,9 @@ def default_name(names: list[str]) -> str:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        usage="python data/prepare.py [SOURCE ..] [options; --help lists them]",
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("source", nargs="*", default=["stdlib"], metavar="SOURCE",
         help="stdlib (the default), fineweb-edu, or files and folders")

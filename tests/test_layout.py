@@ -68,6 +68,15 @@ def test_every_command_of_the_readme_is_taken_by_its_program(command):
     assert not refused
 
 
+@pytest.mark.parametrize("module", [train, speculate, prepare])
+def test_a_command_that_is_refused_ends_in_two_lines_how_to_call_it_and_what_was_wrong(module,
+                                                                                       capsys):
+    with pytest.raises(SystemExit):
+        module.parse_args(["--no-such-flag"])
+    usage, error = capsys.readouterr().err.splitlines()
+    assert usage.startswith("usage: python ") and "error: " in error
+
+
 def test_every_flag_that_the_readme_names_exists(capsys):
     texts = ""
     for module in (train, speculate, prepare):

@@ -462,13 +462,6 @@ def test_bad_flags_are_refused_before_anything_runs(flags, capsys):
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_help_names_every_drafter(capsys):
-    with pytest.raises(SystemExit):
-        train.main(["--help"])
-    text = capsys.readouterr().out
-    assert "dflash" in text and "dmtp" in text and "--mtp-loss" in text
-
-
 def test_learning_rate_rises_over_the_warm_up_and_falls_to_zero_by_hand():
     recipe = Recipe(**{**vars(RECIPE), "steps": 10, "warmup": 2})
     rates = [get_lr(step, recipe) for step in range(10)]
