@@ -26,6 +26,7 @@ import io
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -339,7 +340,7 @@ def digest_of(weights: dict[str, Tensor]) -> str:
 
 def load_target(out: Path) -> tuple[Llama, MTP, dict]:
     """Target, head and the rest of out/target.pt, on the CPU in float32."""
-    hint = f"python train.py --ec-mtp --out {out}"
+    hint = f"python train.py --ec-mtp --out {shlex.quote(str(out))}"
     checkpoint = load_checkpoint(out / "target.pt", "target", hint)
     try:
         cfg = Config(**checkpoint["config"])
@@ -354,7 +355,7 @@ def load_target(out: Path) -> tuple[Llama, MTP, dict]:
 
 def load_drafter(out: Path, name: str, cfg: Config, target_fingerprint: str) -> Drafter:
     """The drafter out/NAME.pt; ValueError if it belongs to another target."""
-    hint = f"python train.py --stage drafter --drafter {name} --out {out}"
+    hint = f"python train.py --stage drafter --drafter {name} --out {shlex.quote(str(out))}"
     path = out / f"{name}.pt"
     checkpoint = load_checkpoint(path, "drafter", hint)
     wanted = checkpoint.get("target_fingerprint")

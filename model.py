@@ -357,19 +357,26 @@ def to_public(target: Llama) -> tuple[dict, dict[str, Tensor]]:
 MAX_LOGITS = 1 << 25  # at a time: 134 MB in float32
 
 
+def at_least_float32(x: Tensor) -> Tensor:
+    """subtle: autocast is not enough for this. On a GPU its cross_entropy, on a CPU its kl_div,
+    takes the log_softmax of bfloat16 logits in bfloat16."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def through_head(lm_head: nn.Linear, states: list[Tensor], loss_of: Callable,
                  max_logits: int = MAX_LOGITS) -> tuple[Tensor, Tensor]:
     """What loss_of gives, summed over windows: the loss (), and measures (k,) without gradient.
 
-    loss_of(logits, part) takes a list of logits (b, rows, V), one of each of the states
-    (B, rows, C), and the slice of windows that they are of. With more than max_logits numbers the
-    windows are taken a few at a time, or one, each part's gradient at once, and its logits are
-    dropped: nothing of size (B, rows, V) is ever held. The gradients are those of the plain form.
+    loss_of(logits, part) takes a list of logits (b, rows, V), in float32 or better, one of each of
+    the states (B, rows, C), and the slice of windows that they are of. With more than max_logits
+    numbers the windows are taken a few at a time, or one, each part's gradient at once, and its
+    logits are dropped: nothing of size (B, rows, V) is ever held. The gradients are those of the
+    plain form.
     """
     B, n_rows = states[0].size(0), sum(x.size(1) for x in states)
     n = max(1, max_logits // (n_rows * lm_head.weight.size(0)))
     if n >= B:
-        return loss_of([lm_head(x) for x in states], slice(0, B))
+        return loss_of([at_least_float32(lm_head(x)) for x in states], slice(0, B))
     return ChunkedHead.apply(lm_head.weight, loss_of, n, *states)
 
 
@@ -385,7 +392,8 @@ class ChunkedHead(torch.autograd.Function):
         loss = measures = 0
         for first in range(0, states[0].size(0), n):
             part = slice(first, first + n)
-            logits = [F.linear(x[part], weight).requires_grad_() for x in states]
+            logits = [at_least_float32(F.linear(x[part], weight)).requires_grad_()
+                      for x in states]
             with torch.enable_grad():
                 part_loss, part_measures = loss_of(logits, part)
             for x, grad, z in zip(states, grads[1:], torch.autograd.grad(part_loss, logits)):

@@ -52,7 +52,7 @@ from data import prepare
 from dflash import N_BEST, slot_positions
 from dmtp import (ARMS, Drafter, check_compiler, load_drafter, load_target, no_memory,
                   note_unfinished, pick_device, save_json)
-from model import KV, MAX_SLOTS, Llama, join_projections, new_cache
+from model import KV, MAX_SLOTS, Llama, at_least_float32, join_projections, new_cache
 from mtp import MTP
 
 # ----------------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ def perturb(logits: Tensor, noise: Tensor, temperature: Tensor, sampling: Sampli
     """
     if sampling.greedy:
         return logits
-    scores = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    scores = at_least_float32(logits) / temperature
     if sampling.top_k or sampling.top_p < 1:
         ordered, order = scores.sort(dim=-1, descending=True, stable=True)
         rank = torch.arange(scores.size(-1), device=scores.device)
@@ -221,10 +221,9 @@ def propose(m: Machine, s: RoundState, logits: Tensor, noise: Tensor) -> Tensor:
 
 
 def noise_step(m: Machine, s: RoundState) -> None:
-    """Reads pos, request, seed. Writes noise."""
-    if not m.sampling.greedy:
-        positions = slot_positions(s.pos + 1, m.n_slots)  # of the token after each slot
-        s.noise.copy_(gumbel(s.seed, s.request, positions, m.target.cfg.vocab_size))
+    """Reads pos, request, seed. Writes noise. Not needed when greedy."""
+    positions = slot_positions(s.pos + 1, m.n_slots)  # of the token after each slot
+    s.noise.copy_(gumbel(s.seed, s.request, positions, m.target.cfg.vocab_size))
 
 
 def t1_step(m: Machine, s: RoundState) -> None:
@@ -336,7 +335,7 @@ def commit_step(m: Machine, s: RoundState) -> None:
 
 def round_steps(m: Machine) -> list:
     """The steps of one round, in order."""
-    steps = [noise_step]
+    steps = [] if m.sampling.greedy else [noise_step]
     if m.mtp is not None:
         steps.append(t1_step)
         if m.drafter is None and m.n_slots > 2:
@@ -566,6 +565,7 @@ def generate(m: Machine, prompts: list[list[int]], n_new: int, seed: int = 0,
         yield [Emission(row, [], -1, 0, True) for row in range(len(prompts))]
         return
     context = m.target.cfg.context
+    n_new = min(n_new, context)
     refuse_long(prompts, context)
     rounds = rounds or Rounds(m, len(prompts))
     s = rounds.s
@@ -726,7 +726,7 @@ def compare(plain: Machine, prompts: list[list[int]], a: Tally, b: Tally, block:
             moved[down] -= 2 * noise
             choice = perturb(moved, luck, heat, plain.sampling).argmax().item()
             either.append(choice == up)
-        tie = all(either) and one.dtype != torch.float64
+        tie = (gap == 0 or all(either)) and one.dtype != torch.float64
         found.append(Difference(row, index, x[index], y[index], gap, noise, tie))
     return found
 
@@ -882,9 +882,10 @@ def check_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
              f"--mtp-steps is {args.mtp_steps}, allowed: 1 to {MAX_SLOTS - 1}"),
             (args.max_new_tokens < 0,
              f"--max-new-tokens is {args.max_new_tokens}, it must not be negative"),
-            (args.temperature != 0 and not 1e-3 <= args.temperature < math.inf,
-             f"--temperature is {args.temperature}, allowed: 0 (greedy), or 0.001 and more"),
-            (args.top_k < 0, f"--top-k is {args.top_k}, allowed: 0 (off) or more"),
+            (args.temperature != 0 and not 1e-3 <= args.temperature <= 1e3,
+             f"--temperature is {args.temperature}, allowed: 0 (greedy), or 0.001 to 1000"),
+            (not 0 <= args.top_k < 2 ** 31,
+             f"--top-k is {args.top_k}, allowed: 0 (off), or 1 to 2^31 - 1"),
             (not 0 < args.top_p <= 1,
              f"--top-p is {args.top_p}, allowed: above 0, at most 1 (off)"),
             (not 0 <= args.seed < 2 ** 63, f"--seed is {args.seed}, allowed: 0 to 2^63 - 1"),
@@ -1278,7 +1279,7 @@ def peak_memory(device: torch.device) -> str:
 
 
 def run_bench(args: argparse.Namespace) -> int:
-    """Tables over methods and modes, and bench.json."""
+    """Tables over methods and modes, and bench.json; an earlier one becomes bench.old.json."""
     target, mtp, checkpoint = open_target(args)
     encoding = prepare.encoding(checkpoint["tokenizer"])
     requests = bench_requests(args, target, checkpoint, encoding)
@@ -1290,12 +1291,16 @@ def run_bench(args: argparse.Namespace) -> int:
     # one that is missing is found before anything is measured
     machines = {label: load_machine(name, k, args, target, mtp, checkpoint)
                 for label, name, k in methods}
-    device = target.lm_head.weight.device
-    print(f"{len(requests)} prompts ({args.prompts or 'held out'}), {args.max_new_tokens} new "
-          f"tokens, {args.dtype}, {describe_device(device)}, graph {args.graph}"
-          f"{', compiled' * args.compile}, seed {args.seed}"
-          f"{f', top-k {args.top_k}' * (args.top_k > 0)}"
-          f"{f', top-p {args.top_p:g}' * (args.top_p < 1)}\n"
+    device, path = target.lm_head.weight.device, args.out / "bench.json"
+    setting = (f"{len(requests)} prompts ({args.prompts or 'held out'}), {args.max_new_tokens} new "
+               f"tokens, {args.dtype}, {describe_device(device)}, torch {torch.__version__}, "
+               f"graph {args.graph}{', compiled' * args.compile}, seed {args.seed}"
+               f"{f', top-k {args.top_k}' * (args.top_k > 0)}"
+               f"{f', top-p {args.top_p:g}' * (args.top_p < 1)}"
+               f"{', end-of-text ignored' * args.ignore_eos}")
+    if path.exists():
+        path.replace(path.with_name("bench.old.json"))
+    print(f"{setting}\n"
           "length: tokens a verification round, over all rounds | request: the mean of each "
           "request's | first: share of rounds whose T1 was accepted\n"
           "4-grams: distinct share | tokens/s: decoding only | factor: over plain decoding's, in "
@@ -1308,10 +1313,10 @@ def run_bench(args: argparse.Namespace) -> int:
             if not coupled and batch != args.batch[0]:
                 continue  # acceptance does not depend on the batch
             for label, m in machines.items():
-                row = {"drafter": label, "mode": mode} | bench_row(
+                row = {"drafter": label, "mode": mode, "setting": setting} | bench_row(
                     in_mode(m, mode), requests, temperature, batch, args)
                 rows.append(row)
-                save_json(args.out / "bench.json", rows)
+                save_json(path, rows)
                 print(f"{mode:14} {batch:5} {label:14} {row['acceptance_length']:7.3f} "
                       f"{row['per_request_length']:8.3f} {row['first_token_acceptance']:6.3f} "
                       f"{row['distinct_4gram']:8.3f} {row['tokens_per_s']:9.0f} "
@@ -1320,7 +1325,7 @@ def run_bench(args: argparse.Namespace) -> int:
     print_positions([row for row in rows if row["batch"] == rows[0]["batch"]])
     print_stages(args, rows, machines, requests)
     print(f"\npeak memory {peak_memory(device)}")
-    save_json(args.out / "bench.json", rows)
+    save_json(path, rows)
     return int(args.dtype == "float64" and any(row["texts_that_differ"] for row in rows))
 
 

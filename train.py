@@ -244,7 +244,9 @@ def train_step(stage: Stage, recipe: Recipe, optimizers: list[torch.optim.Optimi
 
 @torch.no_grad()
 def evaluate(stage: Stage, windows: Tensor, recipe: Recipe) -> dict[str, float]:
-    """The stage's measures on held-out windows, averaged over the windows; without autocast."""
+    """The stage's measures on held-out windows, averaged over the windows; always in float32."""
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
     total: dict[str, float] = {}
     head = stage.target.lm_head
     at_once = max(1, min(16, MAX_LOGITS // (2 * windows.size(1) * head.weight.size(0))))
@@ -263,6 +265,7 @@ def evaluate(stage: Stage, windows: Tensor, recipe: Recipe) -> dict[str, float]:
                         **{f"agreement_T{first + k}": a for k, a in enumerate(result.agreement)}}
         for name, value in measures.items():
             total[name] = total.get(name, 0.0) + value.item() * len(part) / len(windows)
+    torch.set_float32_matmul_precision(precision)
     return total
 
 
@@ -361,6 +364,7 @@ def train(stage: Stage, recipe: Recipe, data: prepare.Dataset, path: Path, state
                 if is_first:
                     save_checkpoint(path, state | weights(stage, state) | {
                         "training": {} if last else training, "eval": measures})
+                stop = ctrl_c.anywhere()  # or meanwhile
             if stop:
                 wait_for_all()
                 raise KeyboardInterrupt(f"stopped after step {done} of {recipe.steps}, "
@@ -662,10 +666,13 @@ def run_drafter(args: argparse.Namespace, data: prepare.Dataset, device: torch.d
     embed_rms = target.embed_tokens.weight.square().mean().sqrt().item()
     drafter = Drafter(target.cfg, draft, arm, embed_rms)
     settings = {"target": checkpoint["fingerprint"], "data": data.meta["digests"]["train.bin"]}
+    path = args.out / f"{args.drafter}.pt"
     if args.init_from:
+        if args.init_from.resolve() == path.resolve():
+            raise ValueError(f"--init-from {args.init_from} is the file that is to be written, and "
+                             "would be lost: copy it, and name the copy")
         settings["init_from"] = start_from(args.init_from, drafter, checkpoint["fingerprint"])
     settings |= asdict(recipe)
-    path = args.out / f"{args.drafter}.pt"
     state = earlier_run(path, "drafter", settings, args)
     if state and not state["training"]:
         print(f"drafter   {path} is there, trained with these settings: used as it is")
@@ -1130,7 +1137,7 @@ def run(args: argparse.Namespace) -> None:
         run_target(args, data, device)
     if args.stage != "target":
         run_drafter(args, data, device)
-    out = "" if args.out == Path("out") else f" --out {args.out}"
+    out = "" if args.out == Path("out") else f" --out {shlex.quote(str(args.out))}"
     drafter = "mtp" if args.stage == "target" else args.drafter
     print(f"\ntry it:   python speculate.py --drafter {drafter}{out} --prompt \"def main(\"")
 

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -125,6 +126,7 @@ def test_mistakes_end_in_one_line_that_says_what_to_do(run, flags, words):
 
 
 @pytest.mark.parametrize("flags", [["--top-p", "0"], ["--top-p", "1.5"], ["--top-k", "-1"],
+                                   ["--top-k", str(2 ** 31)], ["--temperature", "1e+39"],
                                    ["--temperature", "-1"], ["--temperature", "nan"],
                                    ["--mtp-steps", "0"], ["--mtp-steps", "99"], ["--seed", "-1"],
                                    ["--max-new-tokens", "-1"], ["--threads", "0"]])
@@ -190,6 +192,12 @@ def test_no_tokens_asked_for_prints_the_prompt_alone(run):
     assert run("--prompt", "def f", "--max-new-tokens", "0")[:2] == (0, "def f\n")
 
 
+def test_more_tokens_than_any_context_has_end_at_its_end(run):
+    texts = [run("--prompt", "def f", "--max-new-tokens", n)[1] for n in ("999", str(10 ** 19))]
+    first, second = (text.split("\ndmtp, ")[0] for text in texts)
+    assert first == second and len(first) > 20
+
+
 def test_a_drafter_that_was_not_trained_names_the_command(run, folder):
     (folder / "dflash.pt").rename(folder / "away.pt")
     status, _, error = run("--prompt", "x", "--drafter", "dflash")
@@ -217,10 +225,14 @@ def test_bench_prints_a_row_for_each_method_mode_and_batch_and_keeps_it_as_json(
 
 
 def test_bench_takes_the_drafters_it_is_told(run, folder):
+    (folder / "bench.json").write_text("[1]")
     status, out, _ = run("--bench", "--n-prompts", "2", "--drafters", "dflash",
                          "--max-new-tokens", "3")
     assert status == 0, out
-    assert {row["drafter"] for row in json.loads((folder / "bench.json").read_text())} == {"dflash"}
+    rows = json.loads((folder / "bench.json").read_text())
+    assert {row["drafter"] for row in rows} == {"dflash"}
+    assert all(row["setting"] in out and "float32, cpu" in row["setting"] for row in rows)
+    assert (folder / "bench.old.json").read_text() == "[1]"  # an earlier one is not lost
 
 
 def test_prompts_of_tables_are_the_heads_of_long_documents_in_file_order():
@@ -344,7 +356,7 @@ def twin_machine(dtype: torch.dtype) -> Machine:
 
 
 def test_a_near_tie_is_excused_in_float32_and_never_in_float64():
-    for dtype, excused in ((torch.float32, True), (torch.float64, False)):
+    for dtype, excused in ((torch.float32, True), (torch.bfloat16, True), (torch.float64, False)):
         plain, other = tallies([3, 5, 1], [3, 6, 2])
         m = twin_machine(dtype)
         m.target.lm_head.weight.data[:5] = m.target.lm_head.weight.data[7:] = 0
@@ -442,3 +454,5 @@ def test_replacing_the_drafter_of_a_machine_gives_plain_decoding():
     m = Machine(target, mtp, small_drafter(target.cfg, "dmtp"), 8, Sampling())
     steps = speculate.round_steps(speculate.plain_of(m))
     assert [step.__name__ for step in steps] == ["noise_step", "verify_step", "commit_step"]
+    steps = speculate.round_steps(replace(speculate.plain_of(m), sampling=Sampling(greedy=True)))
+    assert [step.__name__ for step in steps] == ["verify_step", "commit_step"]

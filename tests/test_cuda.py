@@ -4,13 +4,15 @@ the CPU's loss and gradients, waits for nothing, the speculative text is plain d
 CUDA Graphs of steps and of whole rounds change nothing.
 """
 
+import itertools
+
 import pytest
 import torch
 from kit import every_layer, random_tokens, small_config, small_drafter, small_models
 from test_train import RECIPE
 
 import speculate
-from dmtp import ARMS
+from dmtp import ARMS, LABELS
 from mtp import MTPLoss
 from speculate import GRAPHS, Machine, Rounds, Sampling, Tally, decode, generate, plain_of
 from train import Recipe, Stage, get_lr, make_optimizers, optimizer_step, step_gradients
@@ -18,7 +20,7 @@ from train import Recipe, Stage, get_lr, make_optimizers, optimizer_step, step_g
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 DEVICE = "cuda"
 METHODS = ["none", "mtp", *ARMS]
-RECIPE = Recipe(**{**vars(RECIPE), "labels": "soft"})
+METHODS_AND_LABELS = [(None, "hard"), *itertools.product(ARMS, LABELS)]
 
 
 def make_stage(name: str | None, device: str, dtype: torch.dtype) -> Stage:
@@ -27,23 +29,24 @@ def make_stage(name: str | None, device: str, dtype: torch.dtype) -> Stage:
     return Stage(target, mtp, MTPLoss("ec"), drafter)
 
 
-@pytest.mark.parametrize("name", [None, *ARMS])
-def test_a_step_has_the_loss_and_gradients_of_the_cpu(name):
+@pytest.mark.parametrize("name, labels", METHODS_AND_LABELS)
+def test_a_step_has_the_loss_and_gradients_of_the_cpu(name, labels):
     windows, results = random_tokens(4, 49), []
+    recipe = Recipe(**{**vars(RECIPE), "labels": labels})
     for device in ("cpu", "cuda"):
         stage = make_stage(name, device, torch.float64)
-        loss, measures = step_gradients(stage, RECIPE, windows, 0, micro_batch=2, measure=True)
+        loss, measures = step_gradients(stage, recipe, windows, 0, micro_batch=2, measure=True)
         gradients = [p.grad for m in stage.trained for p in m.parameters()]
         results.append([x.cpu() for x in (loss, *measures.values(), *gradients)])
     for on_cpu, on_gpu in zip(*results, strict=True):
         torch.testing.assert_close(on_gpu, on_cpu, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("name", [None, *ARMS])
+@pytest.mark.parametrize("name, labels", METHODS_AND_LABELS)
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_step_never_waits_for_the_gpu(name, optimizer):
+def test_a_step_never_waits_for_the_gpu(name, labels, optimizer):
     stage = make_stage(name, "cuda", torch.float32)
-    recipe = Recipe(**{**vars(RECIPE), "optimizer": optimizer})
+    recipe = Recipe(**{**vars(RECIPE), "optimizer": optimizer, "labels": labels})
     optimizers = make_optimizers(stage.trained, recipe)
     parameters = [p for m in stage.trained for p in m.parameters()]
     for step in range(3):  # the first one may allocate

@@ -22,7 +22,7 @@ from dmtp import (ARMS, Drafter, block_loss, drafter_checkpoint, fingerprint, lo
                   load_target, save_checkpoint, start_from, target_checkpoint)
 from model import Llama, new_cache
 from mtp import MTP
-from speculate import Machine, Sampling, draft_step, new_state, noise_step, prefill, t1_step
+from speculate import Machine, Sampling, draft_step, new_state, prefill, t1_step
 
 every_arm = pytest.mark.parametrize("arm", list(ARMS))
 T, S = 40, 8
@@ -478,7 +478,7 @@ def test_the_steps_of_a_round_propose_what_training_ranks_first(arm, monkeypatch
     lengths = [1, 4, 9, 24]
     text = random_tokens(4, T)
     prefill(m, s, [text[b, :n].tolist() for b, n in enumerate(lengths)], n_new=20, first_request=0)
-    for step in (noise_step, *([t1_step] if head else []), draft_step):
+    for step in (*([t1_step] if head else []), draft_step):
         step(m, s)
     for b, n in enumerate(lengths):
         text[b, n:n + 2] = s.block[b, :2]  # A, and T1 where the arm has one

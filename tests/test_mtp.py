@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from kit import every_layer, random_tokens, small_config, small_models
 from torch import Tensor
 
-from model import Llama, new_cache
+from model import MAX_LOGITS, Llama, new_cache, through_head
 from mtp import (MTP, Losses, MTPLoss, cancel_error, check_cancels, draft_quality, kl_divergence,
                  target_losses)
 from train import saved_bytes
@@ -424,6 +424,23 @@ def test_under_bfloat16_autocast_the_losses_are_standards_bit_for_bit():
     assert ec.next_loss != arm("ec", windows_of(T))[0].next_loss  # autocast was on
     for name, a, b in zip(Losses._fields, ec, standard):
         assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("max_logits", [1, MAX_LOGITS])
+def test_a_loss_is_handed_float32_logits_under_autocast_and_else_those_that_are(max_logits):
+    for autocast, dtype, handed in ((True, torch.float32, torch.float32),
+                                    (False, torch.float64, torch.float64)):
+        lm_head, states, seen = nn.Linear(4, 9, bias=False).to(dtype), torch.randn(3, 2, 4), []
+
+        def loss_of(logits: list[Tensor], part: slice) -> tuple[Tensor, Tensor]:
+            seen.extend(logits)
+            return logits[0].sum(), torch.zeros(1)
+
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            assert not autocast or lm_head(states.to(dtype)).dtype == torch.bfloat16
+            through_head(lm_head, [states.to(dtype)], loss_of, max_logits)
+        assert len(seen) == (3 if max_logits == 1 else 1)
+        assert all(z.dtype == handed for z in seen)
 
 
 # ----------------------------------------------------------------------------------------------

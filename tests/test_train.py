@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import train
-from dmtp import ARMS, fingerprint, load_drafter, load_target, pick_device
-from kit import small_config, small_drafter, small_models
-from mtp import MTPLoss
+from dmtp import ARMS, LABELS, fingerprint, load_drafter, load_target, pick_device
+from kit import random_tokens, small_config, small_drafter, small_models
+from mtp import MTPLoss, draft_quality
 from train import (KeepFloat32, Recipe, Stage, get_batch, get_lr, make_optimizers, optimizer_step,
                    step_gradients)
 
@@ -166,12 +166,43 @@ def test_a_step_reads_nothing_back_from_the_device():
         target, mtp = (m.float().to("meta") for m in small_models(cfg=cfg))
         drafter = small_drafter(cfg, name).float().to("meta") if name else None
         stage = Stage(target, mtp, MTPLoss("ec"), drafter)
-        recipe = Recipe(**{**vars(RECIPE), "labels": "soft"})
-        loss, measures = step_gradients(stage, recipe, windows, 0, 2, measure=True)
-        torch.nn.utils.clip_grad_norm_([p for m in stage.trained for p in m.parameters()], 1.0)
-        assert loss.is_meta and all(value.is_meta for value in measures.values())
-        with pytest.raises((RuntimeError, NotImplementedError)):
-            loss.item()  # what the device would refuse
+        for labels in LABELS:
+            recipe = Recipe(**{**vars(RECIPE), "labels": labels})
+            loss, measures = step_gradients(stage, recipe, windows, 0, 2, measure=True)
+            torch.nn.utils.clip_grad_norm_([p for m in stage.trained for p in m.parameters()], 1.0)
+            assert loss.is_meta and all(value.is_meta for value in measures.values())
+            with pytest.raises((RuntimeError, NotImplementedError)):
+                loss.item()  # what the device would refuse
+
+
+@pytest.mark.parametrize("labels", LABELS)
+@pytest.mark.parametrize("name", [None, *ARMS])
+def test_a_step_in_bfloat16_has_about_the_loss_and_gradients_of_float32(name, labels):
+    windows, results = random_tokens(4, 49), []
+    for dtype in ("float32", "bfloat16"):
+        target, mtp = (m.float() for m in small_models())
+        drafter = small_drafter(target.cfg, name).float() if name else None
+        stage = Stage(target, mtp, MTPLoss("ec"), drafter)
+        recipe = Recipe(**{**vars(RECIPE), "labels": labels, "dtype": dtype})
+        loss, _ = step_gradients(stage, recipe, windows, 0, micro_batch=2, measure=False)
+        gradients = [p.grad for m in stage.trained for p in m.parameters()]
+        results.append((loss, torch.cat([g.flatten() for g in gradients])))
+    (exact, gradient), (rough, rough_gradient) = results
+    assert rough != exact and rough.item() == pytest.approx(exact.item(), rel=0.02)
+    limit = 0.2 if name and ARMS[name].dflash2 else 0.05  # a walk may have other candidates
+    assert (rough_gradient - gradient).norm() < limit * gradient.norm()
+
+
+def test_tf32_trains_and_never_judges(monkeypatch):
+    asked = []
+    monkeypatch.setattr(train, "draft_quality", lambda p, q: asked.append(
+        torch.get_float32_matmul_precision()) or draft_quality(p, q))
+    stage = Stage(*(m.float() for m in small_models()), MTPLoss("ec"), None)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    train.evaluate(stage, random_tokens(2, 49), Recipe(**{**vars(RECIPE), "dtype": "tf32"}))
+    assert asked == ["highest"] and torch.get_float32_matmul_precision() == "high"
+    torch.set_float32_matmul_precision(before)
 
 
 def log_of(out: Path) -> list[dict]:
@@ -212,6 +243,16 @@ def test_weights_that_do_not_fit_are_refused_by_name(run, capsys):
         error = capsys.readouterr().err
         assert message in error and str(start) in error and error.count("\n") == 1
         assert not (out / f"{arm}.pt").exists()
+
+
+def test_a_drafter_is_not_started_from_the_file_that_it_would_replace(run, capsys):
+    _, out = run("--drafter", "dflash")
+    before = (out / "dflash.pt").read_bytes()
+    assert run("--stage", "drafter", "--drafter", "dflash", "--overwrite", "--init-from",
+               str(out / ".." / out.name / "dflash.pt"))[0] == 1
+    error = capsys.readouterr().err
+    assert "copy it" in error and error.count("\n") == 1
+    assert (out / "dflash.pt").read_bytes() == before
 
 
 def test_help_has_one_line_for_every_drafter(capsys):
@@ -331,15 +372,16 @@ def test_ctrl_c_finishes_the_step_saves_and_names_the_command_to_go_on(data, tmp
     assert 0 < checkpoint["training"]["step"] < 2000
 
 
-def test_ctrl_c_in_a_stages_last_step_stops_before_the_next_stage(run, monkeypatch, capsys):
-    evaluate = train.evaluate
+@pytest.mark.parametrize("moment", ["evaluate", "save_checkpoint"])
+def test_ctrl_c_in_a_stages_last_step_stops_before_the_next_stage(run, monkeypatch, capsys, moment):
+    function = getattr(train, moment)
 
     def interrupted(*settings):
         signal.raise_signal(signal.SIGINT)
-        return evaluate(*settings)
+        return function(*settings)
 
     with monkeypatch.context() as patch:
-        patch.setattr(train, "evaluate", interrupted)
+        patch.setattr(train, moment, interrupted)
         status, out = run("--steps", "1")
     assert status == 130 and not (out / "dmtp.pt").exists()
     assert "stopped after step 1 of 1" in capsys.readouterr().err
