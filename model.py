@@ -358,8 +358,11 @@ MAX_LOGITS = 1 << 25  # at a time: 134 MB in float32
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """subtle: autocast is not enough for this. On a GPU its cross_entropy, on a CPU its kl_div,
-    takes the log_softmax of bfloat16 logits in bfloat16."""
+    """x in float32, or as it is if that is more.
+
+    subtle: autocast does not do this for a loss. On a GPU its cross_entropy, on a CPU its kl_div
+    takes the log_softmax of bfloat16 logits in bfloat16.
+    """
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
