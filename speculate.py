@@ -1068,15 +1068,16 @@ def print_speed(all_rounds: dict[str, Rounds], args: argparse.Namespace, setting
     text = " | ".join(f"{name} {value:.0f}" for name, value in medians.items())
     factor = f" | factor {medians[args.drafter] / medians['plain']:.2f}" if len(medians) > 1 else ""
     device = next(iter(all_rounds.values())).device
-    print(f"tokens/s  {text}{factor}   (decoding only, medians of 3 in turn, {args.dtype}, "
-          f"{describe_device(device)}, graph {args.graph}{', compiled' * args.compile}, "
-          f"batch {len(settings[0])})")
+    print(f"tokens/s  {text}{factor}   (decoding only, medians of 3 in turn, "
+          f"{describe_setting(args, device)}, batch {len(settings[0])})")
 
 
-def describe_device(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"cpu, {torch.get_num_threads()} threads"
+def describe_setting(args: argparse.Namespace, device: torch.device) -> str:
+    """What a speed depends on, apart from the text."""
+    on_gpu = device.type == "cuda"
+    where = (torch.cuda.get_device_name(device) if on_gpu else
+             f"cpu, {torch.get_num_threads()} threads")
+    return f"{args.dtype}, {where}, graph {args.graph}{', compiled' * args.compile}"
 
 
 def print_check(plain: Rounds, args: argparse.Namespace, settings: tuple, tally: Tally,
@@ -1293,8 +1294,8 @@ def run_bench(args: argparse.Namespace) -> int:
                 for label, name, k in methods}
     device, path = target.lm_head.weight.device, args.out / "bench.json"
     setting = (f"{len(requests)} prompts ({args.prompts or 'held out'}), {args.max_new_tokens} new "
-               f"tokens, {args.dtype}, {describe_device(device)}, torch {torch.__version__}, "
-               f"graph {args.graph}{', compiled' * args.compile}, seed {args.seed}"
+               f"tokens, {describe_setting(args, device)}, torch {torch.__version__}, "
+               f"seed {args.seed}"
                f"{f', top-k {args.top_k}' * (args.top_k > 0)}"
                f"{f', top-p {args.top_p:g}' * (args.top_p < 1)}"
                f"{', end-of-text ignored' * args.ignore_eos}")

@@ -588,7 +588,8 @@ def earlier_run(path: Path, kind: str, settings: dict, args: argparse.Namespace)
     """The checkpoint to go on from, or {} to start; ValueError if one is in the way."""
     if not path.exists() or (args.overwrite and not args.resume):
         return {}
-    checkpoint = load_checkpoint(path, kind, f"python train.py --overwrite --out {path.parent}")
+    checkpoint = load_checkpoint(path, kind, "python train.py --overwrite --out "
+                                 + shlex.quote(str(path.parent)))
     differ = differing(checkpoint.get("settings", {}), settings)
     if differ and args.overwrite:
         return {}

@@ -428,8 +428,7 @@ def test_under_bfloat16_autocast_the_losses_are_standards_bit_for_bit():
 
 @pytest.mark.parametrize("max_logits", [1, MAX_LOGITS])
 def test_a_loss_is_handed_float32_logits_under_autocast_and_else_those_that_are(max_logits):
-    for autocast, dtype, handed in ((True, torch.float32, torch.float32),
-                                    (False, torch.float64, torch.float64)):
+    for autocast, dtype in ((True, torch.float32), (False, torch.float64)):
         lm_head, states, seen = nn.Linear(4, 9, bias=False).to(dtype), torch.randn(3, 2, 4), []
 
         def loss_of(logits: list[Tensor], part: slice) -> tuple[Tensor, Tensor]:
@@ -440,7 +439,7 @@ def test_a_loss_is_handed_float32_logits_under_autocast_and_else_those_that_are(
             assert not autocast or lm_head(states.to(dtype)).dtype == torch.bfloat16
             through_head(lm_head, [states.to(dtype)], loss_of, max_logits)
         assert len(seen) == (3 if max_logits == 1 else 1)
-        assert all(z.dtype == handed for z in seen)
+        assert all(z.dtype == dtype for z in seen)
 
 
 # ----------------------------------------------------------------------------------------------
