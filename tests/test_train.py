@@ -1,5 +1,6 @@
 """Training does what the flags say, each time the same; and nothing is lost when it is stopped."""
 
+import ctypes
 import json
 import os
 import signal
@@ -550,6 +551,32 @@ def test_muon_on_a_cpu_takes_the_step_of_newton_schulz_in_float32():
     step = before - 0.1 * 0.2 * 10 ** 0.5 * x
     assert p.dtype == torch.float32
     torch.testing.assert_close(p.detach(), step, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "mallopt"),
+                    reason="not glibc")
+def test_a_large_tensor_made_again_costs_no_new_pages_once_memory_is_kept():
+    script = """
+import resource, torch
+from train import keep_freed_memory
+
+def new_pages():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.zeros(64 << 20, dtype=torch.uint8)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+given_back = [new_pages() for _ in range(3)]
+keep_freed_memory()
+kept = [new_pages() for _ in range(3)]
+print(given_back[-1], kept[-1])
+"""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    ran = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True,
+                         check=True, env=clean | {"THP_MEM_ALLOC_ENABLE": "0"})
+    given_back, kept = map(int, ran.stdout.split())
+    pages = (64 << 20) // os.sysconf("SC_PAGE_SIZE")
+    assert kept < pages / 100
+    assert given_back > kept  # all of them, or fewer where the system lends huge pages
 
 
 def test_the_log_holds_one_json_object_a_line_with_losses_and_measures(run):
