@@ -18,15 +18,18 @@ An arm is two settings, never a copy of code: which known tokens stand at the fr
 (`anchors`), and how h enters (`injection`); with DFlash2 as a third that goes with all of them.
 Source: DMTP, sections 3 to 5 and its two updates (two anchors, zero-initialised residual).
 
-Below the ruler: devices and checkpoints, for train.py and speculate.py.
+Below the ruler: devices, checkpoints and paired differences, for train.py and speculate.py.
 """
 
 import hashlib
 import io
 import json
+import math
 import os
+import platform
 import re
 import shlex
+import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -40,7 +43,7 @@ from torch import Tensor
 
 from dflash import (DFlash, DraftConfig, adaptive_mean, context_seen, decayed_mean,
                     selector_losses, slot_chances, slot_losses, slot_positions)
-from model import MAX_LOGITS, Config, Linear, Llama, through_head
+from model import MAX_LOGITS, Config, Linear, Llama, at_least_float32, through_head
 from mtp import MTP
 
 
@@ -219,7 +222,8 @@ def block_loss(target: Llama, mtp: MTP, drafter: Drafter, tokens: Tensor, anchor
         agreement = torch.zeros(out.size(2), device=out.device)
         if measure or labels == "soft":
             with torch.no_grad():
-                own = target.lm_head(verifier[part]).unflatten(1, (N, -1))      # (b, N, n, V)
+                own = at_least_float32(target.lm_head(verifier[part]))
+                own = own.unflatten(1, (N, -1))                                 # (b, N, n, V)
         if labels == "soft":
             wanted = own.softmax(dim=-1)
         else:
@@ -248,7 +252,7 @@ def block_loss(target: Llama, mtp: MTP, drafter: Drafter, tokens: Tensor, anchor
 def pick_device(wanted: str | None) -> torch.device:
     """The device to use, by default a GPU where there is one; ValueError if it is not here."""
     wanted = wanted or ("cuda" if torch.cuda.is_available() else "cpu")
-    if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", wanted):
+    if not re.fullmatch(r"cpu|cuda(:(0|[1-9]\d?))?", wanted):
         raise ValueError(f"--device is {wanted!r}, allowed: cpu, cuda, cuda:N")
     device = torch.device(wanted)
     n = torch.cuda.device_count()
@@ -257,6 +261,17 @@ def pick_device(wanted: str | None) -> torch.device:
                          "use --device cpu")
     # subtle: with an index, as torch.cuda.set_device refuses a bare "cuda"
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+
+
+def describe_device(device: torch.device) -> str:
+    """What speeds depend on: the name of the GPU, or of the processor and its threads in use."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    name = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")  # of Linux, where Python knows no more than x86_64
+    if cpuinfo.exists() and (found := re.search(r"model name\s*: (.+)", cpuinfo.read_text())):
+        name = found[1]
+    return f"{name}, {torch.get_num_threads()} threads"
 
 
 def check_compiler(device: torch.device) -> None:
@@ -407,6 +422,7 @@ def start_from(path: Path, drafter: Drafter, target_fingerprint: str) -> str:
     if misfits:
         raise ValueError(f"--init-from {path} is the drafter {checkpoint['name']}: its "
                          f"{', '.join(misfits[:3])} has no place in {drafter.arm.about}")
+    note_unfinished(path, checkpoint)
     drafter.load_state_dict(own | weights)
     return digest_of(weights)
 
@@ -425,3 +441,47 @@ def target_checkpoint(target: Llama, mtp: MTP, tokenizer: dict) -> dict:
     return {"kind": "target", "config": asdict(target.cfg), "tokenizer": tokenizer,
             "target": target.state_dict(), "mtp": mtp.state_dict(),
             "fingerprint": fingerprint(target, mtp)}
+
+
+# ----------------------------------------------------------------------------------------------
+# paired differences
+#
+# The interval by hand, for the differences 1, 2 and 3 of three seeds: their mean is 2, their
+# standard deviation 1, and t(0.975, 2) = 4.303; so it is 2 +- 4.303 x 1 / sqrt(3) = 2 +- 2.484.
+# That holds 0: not resolved, by three seeds. The same from six, 1, 1, 2, 2, 3 and 3, would be.
+
+
+def t_quantile(df: int) -> float:
+    """t(0.975, df): Student's t with df degrees of freedom stays within +- it 95% of the time.
+
+    By bisection of P(|t| <= x), which for a whole df is a finite sum in the angle a = atan(x /
+    sqrt(df)). Source: Abramowitz and Stegun, 26.7.3 and 26.7.4.
+    """
+    def inside(a: float) -> float:
+        term, total = math.cos(a) if df % 2 else 1.0, 0.0
+        for k in range(df % 2, df - 1, 2):
+            total += term
+            term *= (k + 1) / (k + 2) * math.cos(a) ** 2
+        total *= math.sin(a)
+        return 2 / math.pi * (a + total) if df % 2 else total
+
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if inside(middle) < 0.95 else (low, middle)
+    return math.sqrt(df) * math.tan(low)
+
+
+def interval(differences: list[float]) -> dict:
+    """{mean, half_width, n} of the 95% interval for their mean; one difference has no width."""
+    n, half_width = len(differences), None
+    if n > 1:
+        half_width = t_quantile(n - 1) * statistics.stdev(differences) / math.sqrt(n)
+    return {"mean": statistics.fmean(differences), "half_width": half_width, "n": n}
+
+
+def verdict(found: dict) -> str:
+    """What to say of an interval beside its numbers."""
+    if found["half_width"] is None:
+        return "no interval"
+    return "not resolved" if abs(found["mean"]) <= found["half_width"] else ""

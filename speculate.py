@@ -3,6 +3,7 @@
     python speculate.py --prompt "def main("                 stream text, coloured by its proposer
     python speculate.py --prompt "def main(" --check         ... and compare with plain decoding
     python speculate.py --bench                              acceptance on held-out prompts
+    python speculate.py --paired out-1 out-2 out-3           what differs over seeds, with intervals
 
 One round, for a block [A, T1, .., TK] whose pending token A stands at position pos:
 
@@ -50,8 +51,8 @@ from torch import Tensor
 
 from data import prepare
 from dflash import N_BEST, slot_positions
-from dmtp import (ARMS, Drafter, check_compiler, load_drafter, load_target, no_memory,
-                  note_unfinished, pick_device, save_json)
+from dmtp import (ARMS, Drafter, check_compiler, describe_device, interval, load_drafter,
+                  load_target, no_memory, note_unfinished, pick_device, save_json, verdict)
 from model import KV, MAX_SLOTS, Llama, at_least_float32, join_projections, new_cache
 from mtp import MTP
 
@@ -335,19 +336,12 @@ def commit_step(m: Machine, s: RoundState) -> None:
 
 def round_steps(m: Machine) -> list:
     """The steps of one round, in order."""
-    steps = [] if m.sampling.greedy else [noise_step]
-    if m.mtp is not None:
-        steps.append(t1_step)
-        if m.drafter is None and m.n_slots > 2:
-            steps.append(chain_step)
-    if m.drafter is not None:
-        steps.append(draft_step)
-    steps.append(verify_step)
-    if m.mtp is not None:
-        steps.append(advance_mtp_step)
-    if m.drafter is not None:
-        steps.append(advance_draft_step)
-    return steps + [commit_step]
+    mtp, draft = m.mtp is not None, m.drafter is not None
+    order = ((noise_step, not m.sampling.greedy), (t1_step, mtp),
+             (chain_step, mtp and not draft and m.n_slots > 2), (draft_step, draft),
+             (verify_step, True), (advance_mtp_step, mtp), (advance_draft_step, draft),
+             (commit_step, True))
+    return [step for step, taken in order if taken]
 
 
 def prefill(m: Machine, s: RoundState, prompts: list[list[int]], n_new: int,
@@ -629,12 +623,9 @@ class Tally:
                 self.round_tokens += len(e.tokens)
                 self.overshoot += e.overshoot
 
-    def extend(self, other: "Tally") -> None:
-        """Add the texts and counts of another generation."""
-        self.texts += other.texts
-        self.histogram += other.histogram
-        for name in ("overshoot", "seconds", "seconds_with_prefill", "round_tokens"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+    def __add__(self, other: "Tally") -> "Tally":
+        """The texts and counts of two generations, one after the other."""
+        return Tally(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
     def total(self) -> list[int]:
         """The histogram over all rows."""
@@ -820,7 +811,8 @@ def bars(histogram: list[int]) -> str:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        usage="python speculate.py (--prompt TEXT | --bench) [options; --help lists them]",
+        usage="python speculate.py (--prompt TEXT | --bench | --paired DIR ..) [options; --help "
+              "lists them]",
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     what = parser.add_mutually_exclusive_group(required=True)
@@ -828,6 +820,14 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
                       help="text to go on from; repeat for a batch")
     what.add_argument("--bench", action="store_true",
                       help="acceptance, speed and stage times of every trained drafter")
+    what.add_argument("--paired", nargs="+", type=Path, metavar="DIR",
+                      help="of the bench.json in several folders, one a seed: the differences of "
+                           "all methods to --base, with intervals")
+    add("--base", default="dflash", metavar="METHOD",
+        help="of --paired, as --bench names it (default dflash)")
+    add("--against", nargs="+", type=Path, default=[], metavar="DIR",
+        help="of --paired: as many folders, whose methods are what those of the same name are "
+             "compared with, in place of --base")
     add("--drafter", choices=["none", "mtp", *ARMS], default="dmtp",
         help="default dmtp; none is plain decoding")
     add("--mtp-steps", type=int, default=1, metavar="K",
@@ -862,6 +862,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--drafters", nargs="+", choices=["mtp", *ARMS], metavar="NAME",
         help="of --bench: mtp (1, 4 and --mtp-steps steps) and block drafters (default: all "
              "that are trained)")
+    add("--repeats", type=int, default=3, metavar="N",
+        help="runs of each method and of plain decoding, in turn, of which --bench takes the "
+             "median time (default 3)")
     add("--prompts", type=Path, metavar="FILE",
         help="of --bench: .jsonl with prompt, turns or text, or a text; plain or .gz "
              "(default the held-out data)")
@@ -876,7 +879,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def check_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Exit with a message where a value is out of range, or a flag would do nothing."""
+    """Exit with a message where a value is out of range, or a flag is of the other mode."""
     for bad, message in (
             (not 1 <= args.mtp_steps < MAX_SLOTS,
              f"--mtp-steps is {args.mtp_steps}, allowed: 1 to {MAX_SLOTS - 1}"),
@@ -898,16 +901,18 @@ def check_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
              f"--max-new-tokens is {args.max_new_tokens}, --bench needs 2 or more"),
             (args.trace and (args.check or args.compile or args.graph),
              "--trace shows eager rounds: leave out --check, --compile and --graph"),
-            (args.n_prompts < 1 or min(args.batch) < 1,
-             "--n-prompts and --batch must be positive")):
+            (min(args.n_prompts, args.repeats, *args.batch) < 1,
+             "--n-prompts, --repeats and --batch must be positive")):
         if bad:
             parser.error(message)
-    needed, idle = "--prompt", ("drafter", "temperature", "argmax_drafts", "check", "trace",
-                                "no_color")
-    if not args.bench:
-        needed, idle = "--bench", ("drafters", "prompts", "n_prompts", "batch")
-    if given := [name for name in idle if getattr(args, name) != parser.get_default(name)]:
-        parser.error(f"--{given[0].replace('_', '-')} goes with {needed} alone: leave it out")
+    flags = {"--prompt": ("drafter", "temperature", "argmax_drafts", "check", "trace", "no_color"),
+             "--bench": ("drafters", "prompts", "n_prompts", "batch", "repeats"),
+             "--paired": ("base", "against")}
+    mode = "--prompt" if args.prompt else "--bench" if args.bench else "--paired"
+    for needed, names in flags.items():
+        given = [name for name in names if getattr(args, name) != parser.get_default(name)]
+        if given and needed != mode:
+            parser.error(f"--{given[0].replace('_', '-')} goes with {needed} alone: leave it out")
 
 
 def load_machine(name: str, mtp_steps: int, args: argparse.Namespace, target: Llama, mtp: MTP,
@@ -973,6 +978,11 @@ def run_prompt(args: argparse.Namespace) -> int:
         screen.add(emissions)
     plain = rounds if m.n_slots == 1 else make_rounds(plain_of(m), len(prompts), args, longest)
     status = print_check(plain, args, settings, tally, m.n_slots) if args.check else 0
+    context = target.cfg.context
+    if cut := sum(len(prompt) + len(text) >= context and len(text) < args.max_new_tokens
+                  for prompt, text in zip(prompts, tally.texts)):
+        print(f"note: the context of {context} tokens, prompt included, ended {cut} of "
+              f"{len(prompts)} texts", file=sys.stderr)
     if sum(tally.total()):
         all_rounds = {"plain": plain}
         if m.n_slots > 1:
@@ -1006,6 +1016,8 @@ def run_trace(m: Machine, encoding, settings: tuple) -> None:
             trace_round(m, s, encoding, *before, emissions[0])
         before = s.block[0, 0].item(), s.pos[0].item()
         m.drafts.clear()
+    if emissions[0].n_accept < 0:
+        print("no round to show: the text ended before the first")
 
 
 def trace_round(m: Machine, s: RoundState, encoding, a: int, pos: int, e: Emission) -> None:
@@ -1053,7 +1065,9 @@ def print_acceptance(m: Machine, args: argparse.Namespace, tally: Tally) -> None
     print(f"  acceptance length  {acceptance_length(histogram):5.2f}   "
           "tokens a round: the accepted proposals, and one of the target")
     print(f"  first-token        {1 - histogram[0] / sum(histogram):5.2f}   "
-          "share of rounds whose T1 was accepted")
+          "share of rounds whose T1 was accepted\n"
+          f"  distinct 4-grams   {distinct_4grams(tally.texts):5.2f}   "
+          "of all runs of four tokens; a text that repeats itself is easy to draft")
     print(f"accepted up to Tk, share of rounds\n{bars(histogram)}")
 
 
@@ -1074,10 +1088,8 @@ def print_speed(all_rounds: dict[str, Rounds], args: argparse.Namespace, setting
 
 def describe_setting(args: argparse.Namespace, device: torch.device) -> str:
     """What a speed depends on, apart from the text."""
-    on_gpu = device.type == "cuda"
-    where = (torch.cuda.get_device_name(device) if on_gpu else
-             f"cpu, {torch.get_num_threads()} threads")
-    return f"{args.dtype}, {where}, graph {args.graph}{', compiled' * args.compile}"
+    return (f"{args.dtype}, {device.type}, {describe_device(device)}, graph {args.graph}"
+            f"{', compiled' * args.compile}")
 
 
 def print_check(plain: Rounds, args: argparse.Namespace, settings: tuple, tally: Tally,
@@ -1178,33 +1190,49 @@ def in_mode(m: Machine, mode: str) -> Machine:
 
 
 def decode_requests(m: Machine, requests: list[Request], temperature: float, batch: int,
-                    args: argparse.Namespace) -> Tally:
-    """All requests, then their second turns, so many rows at a time; after a warm-up."""
-    prompts, context = [r.tokens for r in requests], m.target.cfg.context
-    settings = args.max_new_tokens, args.seed, temperature
-    rounds = make_rounds(m, batch, args, context)
-    # a warm-up, with a row that is replaced
-    decode(m, (prompts * 2)[:batch + 1], 4, args.seed, temperature, 0, rounds)
-    tally = decode(m, prompts, *settings, 0, rounds)
+                    args: argparse.Namespace, ready: dict) -> Tally:
+    """All requests, then their second turns, so many rows at a time.
+
+    `ready` keeps the rounds of each machine and number of rows, warmed up, for the next call.
+    """
+    def all_of(prompts: list[list[int]], first_request: int) -> Tally:
+        n_rows = min(batch, len(prompts))
+        if (id(m), n_rows) not in ready:
+            rounds = make_rounds(m, n_rows, args, m.target.cfg.context)
+            # with a row that is replaced
+            decode(m, (prompts * 2)[:n_rows + 1], 4, args.seed, temperature, 0, rounds)
+            ready[id(m), n_rows] = rounds
+        return decode(m, prompts, args.max_new_tokens, args.seed, temperature, first_request,
+                      ready[id(m), n_rows])
+
+    tally = all_of([r.tokens for r in requests], 0)
     again = second_turns(m, requests, tally.texts, args.max_new_tokens)
-    if again:
-        rounds = make_rounds(m, min(batch, len(again)), args, context)
-        tally.extend(decode(m, again, *settings, len(requests), rounds))
-    return tally
+    return tally + all_of(again, len(requests)) if again else tally
 
 
 def bench_row(m: Machine, requests: list[Request], temperature: float, batch: int,
               args: argparse.Namespace) -> dict:
-    """Decode all requests plainly and with m, in turn, and count."""
-    base, total = (decode_requests(machine, requests, temperature, batch, args)
-                   for machine in (plain_of(m), m))
+    """Decode all requests plainly and with m, in turn, and count; times are medians."""
+    device = m.target.lm_head.weight.device
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    machines, ready = (plain_of(m), m), {}
+    runs = [[decode_requests(x, requests, temperature, batch, args, ready) for x in machines]
+            for _ in range(args.repeats)]
+    base, total = runs[0]
     histogram = total.total()
     if not sum(histogram) or not base.round_tokens:
         raise ValueError("every text ended at its first token: add --ignore-eos, or give other "
                          "prompts")
     lengths = [acceptance_length(h) for h in total.histogram if sum(h)]
+    texts = [tally.texts for pair in runs for tally in pair]  # of one prompt, all must be the same
     n_tokens = sum(map(len, total.texts))
-    plain_speed, speed = (t.round_tokens / t.seconds for t in (base, total))
+    seconds, with_prefill = ([statistics.median(getattr(tally, name) for tally in tallies)
+                              for tallies in zip(*runs)]
+                             for name in ("seconds", "seconds_with_prefill"))
+    plain_speed, speed = base.round_tokens / seconds[0], total.round_tokens / seconds[1]
+    plain_e2e = sum(map(len, base.texts)) / with_prefill[0]
+    e2e = n_tokens / with_prefill[1]
     return {"temperature": temperature, "coupled": m.coupled, "batch": batch,
             "prompts": len(requests), "new_tokens": n_tokens,
             "histogram": histogram, "overshoot": total.overshoot,
@@ -1215,10 +1243,10 @@ def bench_row(m: Machine, requests: list[Request], temperature: float, batch: in
             "conditional_acceptance": [None if math.isnan(x) else x
                                        for x in conditional_acceptance(histogram)],
             "distinct_4gram": distinct_4grams(total.texts),
-            "texts_that_differ": sum(x != y for x, y in zip(base.texts, total.texts)),
+            "texts_that_differ": sum(any(x != same[0] for x in same) for same in zip(*texts)),
             "plain_tokens_per_s": plain_speed, "tokens_per_s": speed, "factor": speed / plain_speed,
-            "plain_e2e_tokens_per_s": sum(map(len, base.texts)) / base.seconds_with_prefill,
-            "e2e_tokens_per_s": n_tokens / total.seconds_with_prefill}
+            "plain_e2e_tokens_per_s": plain_e2e, "e2e_tokens_per_s": e2e,
+            "e2e_factor": e2e / plain_e2e, "peak_memory_bytes": peak_memory(device)}
 
 
 STAGES = ("noise", "t1", "chain", "draft", "verify", "advance_mtp", "advance_draft", "commit",
@@ -1266,21 +1294,24 @@ def weight_reads(m: Machine) -> float:
     return total / plain
 
 
-def peak_memory(device: torch.device) -> str:
+def peak_memory(device: torch.device) -> int | None:
+    """The most bytes that a GPU's allocator gave out at a time since its count was reset, for all
+    that is loaded; on a CPU, of the whole process so far. None where nobody counts."""
     if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(device)
-        return f"{peak / 2 ** 20:.0f} MiB given out by the allocator"
+        return torch.cuda.max_memory_allocated(device)
     try:
         import resource  # not on every system
     except ImportError:
-        return "not known on this system"
+        return None
     unit = 1 if sys.platform == "darwin" else 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return f"{peak / 2 ** 20:.0f} MiB of the whole process"
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def run_bench(args: argparse.Namespace) -> int:
-    """Tables over methods and modes, and bench.json; an earlier one becomes bench.old.json."""
+    """Tables over methods and modes, and bench.json; an earlier one becomes bench.old.json.
+
+    Until the last row is there, those that are stand in bench.part.json.
+    """
     target, mtp, checkpoint = open_target(args)
     encoding = prepare.encoding(checkpoint["tokenizer"])
     requests = bench_requests(args, target, checkpoint, encoding)
@@ -1292,41 +1323,48 @@ def run_bench(args: argparse.Namespace) -> int:
     # one that is missing is found before anything is measured
     machines = {label: load_machine(name, k, args, target, mtp, checkpoint)
                 for label, name, k in methods}
-    device, path = target.lm_head.weight.device, args.out / "bench.json"
-    setting = (f"{len(requests)} prompts ({args.prompts or 'held out'}), {args.max_new_tokens} new "
-               f"tokens, {describe_setting(args, device)}, torch {torch.__version__}, "
-               f"seed {args.seed}"
-               f"{f', top-k {args.top_k}' * (args.top_k > 0)}"
-               f"{f', top-p {args.top_p:g}' * (args.top_p < 1)}"
-               f"{', end-of-text ignored' * args.ignore_eos}")
-    if path.exists():
-        path.replace(path.with_name("bench.old.json"))
+    device = target.lm_head.weight.device
+    path, part = args.out / "bench.json", args.out / "bench.part.json"
+    measured = (f"{len(requests)} prompts ({args.prompts or 'held out'}), {args.max_new_tokens} "
+                f"new tokens, seed {args.seed}"
+                f"{f', top-k {args.top_k}' * (args.top_k > 0)}"
+                f"{f', top-p {args.top_p:g}' * (args.top_p < 1)}"
+                f"{', end-of-text ignored' * args.ignore_eos}")
+    setting = f"{measured}, {describe_setting(args, device)}, torch {torch.__version__}"
     print(f"{setting}\n"
           "length: tokens a verification round, over all rounds | request: the mean of each "
           "request's | first: share of rounds whose T1 was accepted\n"
-          "4-grams: distinct share | tokens/s: decoding only | factor: over plain decoding's, in "
-          "turn | end to end: with prefill and waiting | differ: texts unlike plain decoding's\n\n"
+          f"4-grams: distinct share | tokens/s: decoding only, median of {args.repeats} | factor: "
+          "over plain decoding's, in turn | end to end: tokens/s with prefill and waiting\n"
+          "differ: prompts whose texts are not all plain decoding's\n\n"
           f"{'mode':14} {'batch':>5} {'method':14} {'length':>7} {'request':>8} {'first':>6} "
-          f"{'4-grams':>8} {'tokens/s':>9} {'factor':>7} {'end to end':>11} {'differ':>7}")
+          f"{'4-grams':>8} {'tokens/s':>9} {'factor':>7} {'end to end':>11} {'factor':>7} "
+          f"{'differ':>7}")
     rows = []
     for batch in args.batch:
         for mode, (temperature, coupled) in MODES.items():
             if not coupled and batch != args.batch[0]:
                 continue  # acceptance does not depend on the batch
             for label, m in machines.items():
-                row = {"drafter": label, "mode": mode, "setting": setting} | bench_row(
-                    in_mode(m, mode), requests, temperature, batch, args)
+                row = {"drafter": label, "mode": mode, "measured": measured, "setting": setting,
+                       "repeats": args.repeats} | bench_row(in_mode(m, mode), requests,
+                                                            temperature, batch, args)
                 rows.append(row)
-                save_json(path, rows)
+                save_json(part, rows)
                 print(f"{mode:14} {batch:5} {label:14} {row['acceptance_length']:7.3f} "
                       f"{row['per_request_length']:8.3f} {row['first_token_acceptance']:6.3f} "
                       f"{row['distinct_4gram']:8.3f} {row['tokens_per_s']:9.0f} "
                       f"{row['factor']:7.2f} {row['e2e_tokens_per_s']:11.0f} "
-                      f"{row['texts_that_differ']:7d}", flush=True)
+                      f"{row['e2e_factor']:7.2f} {row['texts_that_differ']:7d}", flush=True)
     print_positions([row for row in rows if row["batch"] == rows[0]["batch"]])
     print_stages(args, rows, machines, requests)
-    print(f"\npeak memory {peak_memory(device)}")
-    save_json(path, rows)
+    if peak := max(row["peak_memory_bytes"] or 0 for row in rows):
+        print(f"\npeak memory {peak / 2 ** 20:.0f} MiB, "
+              + ("given out by the allocator" if device.type == "cuda" else "of the whole process"))
+    save_json(part, rows)
+    if path.exists():
+        path.replace(args.out / "bench.old.json")
+    part.replace(path)
     return int(args.dtype == "float64" and any(row["texts_that_differ"] for row in rows))
 
 
@@ -1359,23 +1397,27 @@ def bench_requests(args: argparse.Namespace, target: Llama, checkpoint: dict,
 
 
 def print_positions(rows: list[dict]) -> None:
-    """Acceptance by position: conditional shares, and cumulative ones as a chart."""
+    """Acceptance by position, conditional and cumulative: numbers, and a chart."""
     n = max(len(row["histogram"]) for row in rows) - 1
-    print("\nconditional acceptance: of the rounds that accepted all before it, the share that "
-          "accepted Tk | chart: cumulative, a column a proposal\n\n"
-          f"{'mode':14} {'method':14} " + " ".join(f"{f'T{k}':>5}" for k in range(1, n + 1))
-          + "  chart")
-    for row in rows:
-        shares = row["conditional_acceptance"]
-        cells = [" " * 5 if x is None else f"{x:5.2f}" for x in shares]
-        cells += [" " * 5] * (n - len(shares))
-        chart = "".join(" ▁▂▃▄▅▆▇█"[round(8 * x)] for x in row["cumulative_acceptance"])
-        print(f"{row['mode']:14} {row['drafter']:14} {' '.join(cells)}  {chart}")
+    for kind, meaning in (("conditional", "of the rounds that accepted all before it, the share "
+                                          "that accepted Tk"),
+                          ("cumulative", "the share of rounds that accepted all up to Tk")):
+        print(f"\n{kind} acceptance: {meaning} | chart: a column a proposal\n"
+              "rounds: of verification | cut off: accepted tokens behind a stop, not emitted\n\n"
+              f"{'mode':14} {'method':14} {'rounds':>7} {'cut off':>7} "
+              + " ".join(f"{f'T{k}':>5}" for k in range(1, n + 1)) + "  chart")
+        for row in rows:
+            shares = row[f"{kind}_acceptance"]
+            cells = [" " * 5 if x is None else f"{x:5.2f}" for x in shares]
+            cells += [" " * 5] * (n - len(shares))
+            chart = "".join(" ▁▂▃▄▅▆▇█"[round(8 * (x or 0))] for x in shares)
+            print(f"{row['mode']:14} {row['drafter']:14} {sum(row['histogram']):7} "
+                  f"{row['overshoot']:7} {' '.join(cells)}  {chart}")
 
 
 def print_stages(args: argparse.Namespace, rows: list[dict], machines: dict[str, Machine],
                  requests: list[Request]) -> None:
-    """Where the time of a round goes; each row of `rows` in STAGES_MODE gets its stages_ms."""
+    """Where the time of a round goes; the rows in STAGES_MODE get what is printed of them."""
     machines = {"plain": plain_of(next(iter(machines.values())))} | machines
     print(f"\nms a round, medians at {STAGES_MODE}, end-of-text ignored, to the end of the context,"
           f" first {DROPPED} rounds dropped (half of a few) | round: whole, with no clock inside\n"
@@ -1386,27 +1428,79 @@ def print_stages(args: argparse.Namespace, rows: list[dict], machines: dict[str,
           + f" {'round':>7} {'/ plain':>7} {'reads':>6} {'expected':>8} {'factor':>7}")
     for batch in args.batch:
         prompts = [r.tokens for r in requests[:batch]]
-        step = None
+        plain: dict = {}
         for label, m in machines.items():
             times = stage_times(in_mode(m, STAGES_MODE), prompts, MODES[STAGES_MODE][0], args)
-            step = step or times["round"]
+            plain = plain or times
+            ratio, reads = times["round"] / plain["round"], weight_reads(m)
             row = next((row for row in rows if (row["drafter"], row["mode"], row["batch"])
                         == (label, STAGES_MODE, batch)), None)
             ends = ""
             if row:
-                row["stages_ms"] = times
-                expected = row["acceptance_length"] / (times["round"] / step)
+                expected = row["acceptance_length"] / ratio
+                row |= {"stages_ms": times, "plain_stages_ms": plain, "reads": reads,
+                        "expected_factor": expected}
                 ends = f" {expected:8.2f} {row['factor']:7.2f}"
             print(f"{batch:5} {label:14} "
                   + " ".join(f"{times[x]:7.2f}" if x in times else " " * 7 for x in STAGES)
-                  + f" {times['round']:7.2f} {times['round'] / step:7.2f} {weight_reads(m):6.2f}"
-                  + ends, flush=True)
+                  + f" {times['round']:7.2f} {ratio:7.2f} {reads:6.2f}" + ends, flush=True)
+
+
+def run_paired(args: argparse.Namespace) -> int:
+    """Differences of the acceptance between methods, or folders, over runs that are paired."""
+    ours = [read_rows(folder) for folder in args.paired]
+    theirs = [read_rows(folder) for folder in args.against] or ours
+    if len(ours) != len(theirs):
+        raise ValueError(f"--paired has {len(ours)} folders, --against {len(theirs)}: give as many")
+    measured = {row["measured"] for rows in ours + theirs for row in rows.values()}
+    if len(measured) > 1:
+        raise ValueError(f"these were not measured alike: {' | '.join(sorted(measured))}")
+    both = [key for key in ours[0] if all(key in rows for rows in ours + theirs)]
+    methods = list(dict.fromkeys(label for _, label in both))
+    if not args.against and args.base not in methods:
+        raise ValueError(f"--base is {args.base}, in every one of these folders are: "
+                         f"{', '.join(methods) or 'none'}")
+    mean = statistics.fmean
+    print(f"{measured.pop()}\nn = {len(ours)}; base: "
+          f"{'the same method in --against' if args.against else args.base}; difference to it with "
+          "the 95% interval of\nthe mean over pairs (Student's t); not resolved: it holds 0")
+    for name, title in (("acceptance_length", "acceptance length, tokens a verification round"),
+                        ("first_token_acceptance", "share of rounds whose T1 was accepted")):
+        print(f"\n{title}\n\n{'mode':14} {'method':14} {'mean':>7} {'base':>7} {'difference':>25}")
+        for mode, label in both:
+            other = label if args.against else args.base
+            if not args.against and label == other:
+                continue
+            own = [rows[mode, label][name] for rows in ours]
+            base = [rows[mode, other][name] for rows in theirs]
+            found = interval([x - y for x, y in zip(own, base)])
+            width = f"+- {found['half_width']:.3f}" if len(own) > 1 else ""
+            change = found["mean"] / mean(base) if mean(base) else math.nan
+            print(f"{mode:14} {label:14} {mean(own):7.3f} {mean(base):7.3f} {found['mean']:+7.3f} "
+                  f"{width:9} {change:+7.1%}  {verdict(found)}".rstrip())
+    return 0
+
+
+def read_rows(folder: Path) -> dict[tuple[str, str], dict]:
+    """{(mode, method): row} of folder/bench.json, at the first batch."""
+    path, hint = folder / "bench.json", f"python speculate.py --bench --out {folder}"
+    if not path.exists():
+        raise ValueError(f"there is no {path}: make it with {hint}")
+    try:
+        rows = json.loads(path.read_text("utf-8"))
+        return {(row["mode"], row["drafter"]): row for row in rows
+                if row["batch"] == rows[0]["batch"] and row["measured"]}
+    except (ValueError, KeyError, TypeError) as e:
+        raise ValueError(f"{path} was not written by this program, or by an older one: "
+                         f"make it again with {hint}") from e
 
 
 def main(argv: list[str] | None = None) -> int:
     prepare.never_fail_to_print()
     args = parse_args(argv)
     try:
+        if args.paired:
+            return run_paired(args)
         return run_bench(args) if args.bench else run_prompt(args)
     except (ValueError, OSError) as e:
         print(f"error: {e}", file=sys.stderr)

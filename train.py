@@ -35,9 +35,10 @@ from tqdm import tqdm
 
 from data import prepare
 from dflash import draft_preset, sample_anchors
-from dmtp import (ARMS, LABELS, Drafter, block_loss, check_compiler, differing, drafter_checkpoint,
-                  load_checkpoint, load_target, no_memory, pick_device, save_checkpoint, save_json,
-                  save_whole, start_from, target_checkpoint, to_device)
+from dmtp import (ARMS, LABELS, Drafter, block_loss, check_compiler, describe_device, differing,
+                  drafter_checkpoint, interval, load_checkpoint, load_target, no_memory,
+                  pick_device, save_checkpoint, save_json, save_whole, start_from, t_quantile,
+                  target_checkpoint, to_device, verdict)
 from model import MAX_LOGITS, SIZES, Block, Config, Llama, preset
 from mtp import LOSSES, MTP, MTPLoss, check_cancels, draft_quality, target_losses
 
@@ -119,11 +120,11 @@ class KeepFloat32(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def make_optimizers(modules: list[nn.Module], recipe: Recipe) -> list[torch.optim.Optimizer]:
+def make_optimizers(trained: nn.Module, recipe: Recipe) -> list[torch.optim.Optimizer]:
     """AdamW alone (decay on the hidden matrices only), or Muon on those and AdamW on the rest."""
-    tables = {id(m.weight) for module in modules for name, m in module.named_modules()
-              if isinstance(m, nn.Embedding) or name == "lm_head"}
-    parameters = [p for module in modules for p in module.parameters()]
+    tables = {id(m.weight) for name, m in trained.named_modules()
+              if isinstance(m, nn.Embedding) or name.endswith("lm_head")}
+    parameters = list(trained.parameters())
     hidden = [p for p in parameters if p.dim() == 2 and id(p) not in tables]
     rest = [p for p in parameters if all(p is not q for q in hidden)]
     if recipe.optimizer == "adamw":
@@ -167,8 +168,8 @@ class Stage:
             check_cancels(self.target, self.mtp)
 
     @property
-    def trained(self) -> list[nn.Module]:
-        return [self.target, self.mtp] if self.drafter is None else [self.drafter]
+    def trained(self) -> nn.ModuleList:
+        return nn.ModuleList([self.target, self.mtp] if self.drafter is None else [self.drafter])
 
 
 def stage_loss(stage: Stage, windows: Tensor, anchors: Tensor | None, labels: str,
@@ -225,7 +226,7 @@ def step_gradients(stage: Stage, recipe: Recipe, windows: Tensor, step: int, mic
             measures[name] = measures.get(name, 0) + share * value
     total = torch.stack(losses).sum()
     if n_processes > 1:
-        average_over_processes([p.grad for m in stage.trained for p in m.parameters()])
+        average_over_processes([p.grad for p in stage.trained.parameters()])
         average_over_processes([total, *measures.values()])
     return total, measures
 
@@ -237,8 +238,7 @@ def train_step(stage: Stage, recipe: Recipe, optimizers: list[torch.optim.Optimi
     T, device = stage.target.cfg.context, next(stage.target.parameters()).device
     windows = get_batch(tokens, T, recipe.batch, recipe.seed, step)
     loss, shown = step_gradients(stage, recipe, windows, step, micro_batch or recipe.batch, measure)
-    parameters = [p for module in stage.trained for p in module.parameters()]
-    norm = torch.nn.utils.clip_grad_norm_(parameters, recipe.clip)
+    norm = torch.nn.utils.clip_grad_norm_(stage.trained.parameters(), recipe.clip)
     optimizer_step(optimizers, get_lr(step, recipe), on_cpu=device.type == "cpu")
     return loss, {name: value.item() for name, value in shown.items()}, norm
 
@@ -527,7 +527,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     args.mtp_loss = args.mtp_loss or "ec"
     for name in ("steps", "drafter_steps", "batch", "lr", "micro_batch", "seeds"):
         value = getattr(args, name)
-        if value is not None and value <= 0:
+        if value is not None and not 0 < value < math.inf:
             parser.error(f"--{name.replace('_', '-')} is {value}: it must be positive")
     last_seed = args.seed + (args.seeds or 5) - 1 if args.compare else args.seed
     if not 0 <= args.seed <= last_seed < 2 ** 63:
@@ -636,7 +636,7 @@ def run_target(args: argparse.Namespace, data: prepare.Dataset, device: torch.de
         target.load_state_dict(state["target"])
         mtp.load_state_dict(state["mtp"])
     n_target, n_mtp = (sum(p.numel() for p in m.parameters()) for m in (target, mtp))
-    why = "" if args.size else " (the default: 10m needs a GPU and 8192 tokens)"
+    why = "" if args.size else " (the default: 10m with a GPU and 8192 tokens, else tiny)"
     print(f"target    {size}{why}, {n_target / 1e6:.2f}M parameters, and {n_mtp / 1e6:.2f}M of the "
           f"MTP head, trained with loss {args.mtp_loss}")
     print(f"recipe    {describe(recipe, cfg.context)}")
@@ -706,10 +706,6 @@ def run_drafter(args: argparse.Namespace, data: prepare.Dataset, device: torch.d
 #     baseline   the arm that the others are compared with: standard, or the first one
 #     paired     {file: {arm: {measure: {mean, half_width, n}}}}, differences to the baseline
 #     cost       {arm: {tokens_per_s, ratio, peak_bytes, saved_bytes}}, and cost_on, the processor
-#
-# The interval by hand, for the differences 1, 2 and 3 of three seeds: their mean is 2, their
-# standard deviation 1, and t(0.975, 2) = 4.303; so it is 2 +- 4.303 x 1 / sqrt(3) = 2 +- 2.484.
-# That holds 0: not resolved, by three seeds. The same from six, 1, 1, 2, 2, 3 and 3, would be.
 
 MEASURES = ("next_loss", "tv", "accept_sampled", "accept_greedy", "accept_argmax_draft")
 COST_TURNS, COST_STEPS = 7, 2  # turns of each arm, in alternation; steps a turn
@@ -737,42 +733,6 @@ COMPARED = {
 
 # ----------------------------------------------------------------------------------------------
 # paired differences
-
-
-def t_quantile(df: int) -> float:
-    """t(0.975, df): Student's t with df degrees of freedom stays within +- it 95% of the time.
-
-    By bisection of P(|t| <= x), which for a whole df is a finite sum in the angle a = atan(x /
-    sqrt(df)). Source: Abramowitz and Stegun, 26.7.3 and 26.7.4.
-    """
-    def inside(a: float) -> float:
-        term, total = math.cos(a) if df % 2 else 1.0, 0.0
-        for k in range(df % 2, df - 1, 2):
-            total += term
-            term *= (k + 1) / (k + 2) * math.cos(a) ** 2
-        total *= math.sin(a)
-        return 2 / math.pi * (a + total) if df % 2 else total
-
-    low, high = 0.0, math.pi / 2
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if inside(middle) < 0.95 else (low, middle)
-    return math.sqrt(df) * math.tan(low)
-
-
-def interval(differences: list[float]) -> dict:
-    """{mean, half_width, n} of the 95% interval for their mean; one difference has no width."""
-    n, half_width = len(differences), None
-    if n > 1:
-        half_width = t_quantile(n - 1) * statistics.stdev(differences) / math.sqrt(n)
-    return {"mean": statistics.fmean(differences), "half_width": half_width, "n": n}
-
-
-def verdict(found: dict) -> str:
-    """What to say of an interval beside its numbers."""
-    if found["half_width"] is None:
-        return "no interval"
-    return "not resolved" if abs(found["mean"]) <= found["half_width"] else ""
 
 
 def baseline_of(arms: list[str]) -> str:
@@ -989,9 +949,7 @@ def run_compare(args: argparse.Namespace, data: prepare.Dataset, device: torch.d
         result["paired"] = paired(result["runs"], args.compare, seeds)
         if list(result.get("cost", {})) != args.compare:
             result["cost"] = measure_costs(args, cfg, recipe, data.train, device, ctrl_c)
-            on_gpu = device.type == "cuda"
-            result["cost_on"] = (torch.cuda.get_device_name(device) if on_gpu else
-                                 f"CPU, {torch.get_num_threads()} threads")
+            result["cost_on"] = describe_device(device)
     save_json(path, result)
     report_comparison(result, args.compare, seeds)
 
@@ -1134,18 +1092,25 @@ def run(args: argparse.Namespace) -> None:
     if args.dtype == "tf32" and device.type != "cuda":
         raise ValueError(f"--dtype tf32 is for GPUs of NVIDIA, the device is {device}: use float32")
     torch.set_float32_matmul_precision("high" if args.dtype == "tf32" else "highest")
-    print(f"device    {device}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    why = "" if args.device else f" (torch sees {'a' if device.type == 'cuda' else 'no'} GPU)"
+    print(f"device    {device}{why}, {describe_device(device)}, torch {torch.__version__}"
           + f", {n_processes} processes" * (n_processes > 1))
+    why = "" if args.data else " (the default: fineweb-edu if it is prepared)"
     if args.data is None and args.stage == "drafter":
-        args.data = load_target(args.out)[2]["data"]
+        args.data, why = load_target(args.out)[2]["data"], " (the target's)"
     if rank == 0:
         args.data = ready_data(args.data)
     wait_for_all()
     args.data = ready_data(args.data)
     data = prepare.load(args.data)
-    print(f"data      {args.data}: {len(data.train) / 1e6:.2f}M tokens to train on, "
+    print(f"data      {args.data}{why}: {len(data.train) / 1e6:.2f}M tokens to train on, "
           f"{len(data.val) / 1e6:.2f}M held out, vocabulary {data.tokenizer['vocab_size']}")
     args.out.mkdir(parents=True, exist_ok=True)
+    if args.init_from:  # what is wrong with it is said before hours of training
+        load_checkpoint(args.init_from, "drafter", "python train.py --stage drafter")
+        if not (args.out / "target.pt").exists():
+            raise ValueError(f"--init-from {args.init_from} has its own target, and {args.out} has "
+                             "none yet: name that target's folder with --out")
     if args.compare:
         run_compare(args, data, device)
         return
@@ -1178,13 +1143,14 @@ def main(argv: list[str] | None = None) -> int:
         words = sys.argv[1:] if argv is None else argv
         start = ["python"] if process()[1] == 1 else ["torchrun", "--nproc-per-node",
                                                       str(process()[1])]
-        if args.compare:  # goes on by itself, and would begin again with --overwrite
+        # with a message, this run has saved something; before that, --overwrite has yet to be done
+        if args.compare and str(e):  # goes on by itself
             words = [word for word in words if not word.startswith("--ov")]
-        elif "--resume" not in words:
+        elif not args.compare and not args.resume and (str(e) or not args.overwrite):
             words = [*words, "--resume"]
         again = shlex.join([*start, "train.py", *words])
         if speaker is None:
-            print(f"\n{e or 'stopped'}. Go on with: {again}", file=sys.stderr)
+            print(f"\n{str(e) or 'stopped'}. Go on with: {again}", file=sys.stderr)
         return 130
     finally:
         if dist.is_initialized():

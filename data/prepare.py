@@ -350,7 +350,7 @@ class Survey(NamedTuple):
 
 
 def survey(source: Source) -> Survey:
-    """Counts all text, the first of three times that it is read."""
+    """Counts all text; reads it once."""
     n_documents = n_empty = n_chars = 0
     parts = itertools.chain(source.parts(), source.val_parts() if source.val_parts else ())
     for part in tqdm(parts, desc="count", unit="part", leave=False, disable=None):
@@ -471,7 +471,7 @@ def why_redo(folder: Path, settings: dict) -> str:
 
 
 def encode(source: Source, found: Survey, tokenizer: dict, folder: Path) -> dict:
-    """Write train.bin and val.bin, the third time that the text is read; gives their counts."""
+    """Write train.bin and val.bin, reading the text once more; gives their counts."""
     enc, n_threads = encoding(tokenizer), os.cpu_count() or 1
     counts = {f"{side}_{what}": 0 for side in ("train", "val") for what in ("tokens", "documents")}
     bar = tqdm(total=found.n_chars, desc="encode", unit="char", unit_scale=True, disable=None)

@@ -3,6 +3,7 @@
 import gzip
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -163,7 +164,10 @@ def test_a_checkpoint_of_a_run_that_was_stopped_says_so(run, folder, name):
     assert error.count("note:") == 1 and f"{name}.pt" in error and "step 110" in error
 
 
-def test_a_bench_that_is_stopped_keeps_the_rows_it_has(run, folder, monkeypatch):
+def test_a_bench_that_is_stopped_keeps_its_rows_and_every_earlier_file(run, folder, monkeypatch):
+    earlier = {folder / "bench.json": "[1]", folder / "bench.old.json": "[2]"}
+    for path, text in earlier.items():
+        path.write_text(text)
     rows, bench_row = [], speculate.bench_row
 
     def stopped(*settings):
@@ -173,9 +177,10 @@ def test_a_bench_that_is_stopped_keeps_the_rows_it_has(run, folder, monkeypatch)
         return dict(rows[-1])
 
     monkeypatch.setattr(speculate, "bench_row", stopped)
-    assert run("--bench", "--n-prompts", "2", "--drafters", "dmtp")[0] == 130
-    kept = json.loads((folder / "bench.json").read_text())
+    assert run("--bench", "--n-prompts", "2", "--drafters", "dmtp", "--repeats", "1")[0] == 130
+    kept = json.loads((folder / "bench.part.json").read_text())
     assert [row["histogram"] for row in kept] == [row["histogram"] for row in rows]
+    assert [path.read_text() for path in earlier] == list(earlier.values())
 
 
 def test_a_full_memory_is_one_line_that_says_what_to_do(run, monkeypatch):
@@ -196,6 +201,8 @@ def test_more_tokens_than_any_context_has_end_at_its_end(run):
     texts = [run("--prompt", "def f", "--max-new-tokens", n)[1] for n in ("999", str(10 ** 19))]
     first, second = (text.split("\ndmtp, ")[0] for text in texts)
     assert first == second and len(first) > 20
+    assert "note: the context of 100 tokens, prompt included, ended 1 of 1 texts" in run(
+        "--prompt", "def f", "--max-new-tokens", "999", "--ignore-eos")[2]
 
 
 def test_a_drafter_that_was_not_trained_names_the_command(run, folder):
@@ -208,7 +215,7 @@ def test_a_drafter_that_was_not_trained_names_the_command(run, folder):
 
 def test_bench_prints_a_row_for_each_method_mode_and_batch_and_keeps_it_as_json(run, folder):
     status, out, _ = run("--bench", "--n-prompts", "3", "--batch", "2", "3", "--dtype", "float64",
-                         "--max-new-tokens", "9", "--temperature", "1")
+                         "--max-new-tokens", "9", "--repeats", "2")
     assert status == 0, out
     rows = json.loads((folder / "bench.json").read_text())
     assert len(rows) == 4 * (3 + 2)  # argmax drafts at the first batch only
@@ -218,16 +225,25 @@ def test_bench_prints_a_row_for_each_method_mode_and_batch_and_keeps_it_as_json(
         first = next(r for r in rows if (r["drafter"], r["mode"]) == (row["drafter"], row["mode"]))
         assert row["histogram"] == first["histogram"]
         assert ("stages_ms" in row) == (row["mode"] == "T = 1 coupled")
+        assert row["repeats"] == 2 and f"{row['e2e_factor']:.2f}" in out
     stages = next(row["stages_ms"] for row in rows if row["drafter"] == "dmtp")
     assert set(stages) == {"noise", "t1", "draft", "verify", "advance_mtp", "advance_draft",
                            "commit", "host", "round"}
     assert "conditional acceptance" in out and "peak memory" in out
+    row = rows[0]
+    assert row["reads"] > 1 and row["plain_stages_ms"]["round"] > 0
+    ratio = row["stages_ms"]["round"] / row["plain_stages_ms"]["round"]
+    assert row["expected_factor"] == pytest.approx(row["acceptance_length"] / ratio)
+    line = next(x for x in out.split("cumulative acceptance")[1].splitlines() if "dmtp" in x)
+    row = next(row for row in rows if row["drafter"] == "dmtp")
+    assert line.split()[5] == str(sum(row["histogram"]))
+    assert [f"{x:.2f}" for x in row["cumulative_acceptance"]] == line.split()[7:14]
 
 
 def test_bench_takes_the_drafters_it_is_told(run, folder):
     (folder / "bench.json").write_text("[1]")
     status, out, _ = run("--bench", "--n-prompts", "2", "--drafters", "dflash",
-                         "--max-new-tokens", "3")
+                         "--max-new-tokens", "3", "--repeats", "1")
     assert status == 0, out
     rows = json.loads((folder / "bench.json").read_text())
     assert {row["drafter"] for row in rows} == {"dflash"}
@@ -456,3 +472,54 @@ def test_replacing_the_drafter_of_a_machine_gives_plain_decoding():
     assert [step.__name__ for step in steps] == ["noise_step", "verify_step", "commit_step"]
     steps = speculate.round_steps(replace(speculate.plain_of(m), sampling=Sampling(greedy=True)))
     assert [step.__name__ for step in steps] == ["verify_step", "commit_step"]
+
+
+# ----------------------------------------------------------------------------------------------
+# --paired
+
+
+def write_bench(folder: Path, lengths: dict[str, float], measured: str = "4 prompts") -> str:
+    folder.mkdir()
+    rows = [{"mode": "greedy", "drafter": name, "batch": 8, "measured": measured,
+             "acceptance_length": length, "first_token_acceptance": 0.5}
+            for name, length in lengths.items()]
+    (folder / "bench.json").write_text(json.dumps(rows))
+    return str(folder)
+
+
+def test_paired_differences_over_three_folders_by_hand(tmp_path, capsys):
+    """dmtp - dflash is 1, 2 and 3: 2 +- 2.484 (train.py's example), on a mean of 2: +100%."""
+    folders = [write_bench(tmp_path / str(i), {"dflash": 2.0, "dmtp": 3.0 + i, "mtp x 1": 2.5})
+               for i in range(3)]
+    assert speculate.main(["--paired", *folders]) == 0
+    out = capsys.readouterr().out
+    lines = [line.split() for line in out.splitlines() if line.startswith("greedy")]
+    assert lines[0] == ["greedy", "dmtp", "4.000", "2.000", "+2.000", "+-", "2.484", "+100.0%",
+                        "not", "resolved"]
+    assert lines[1] == ["greedy", "mtp", "x", "1", "2.500", "2.000", "+0.500", "+-", "0.000",
+                        "+25.0%"]
+    assert len(lines) == 4  # the same two for the first token
+
+
+def test_paired_folders_are_compared_with_others_method_by_method(tmp_path, capsys):
+    ours = [write_bench(tmp_path / f"a{i}", {"dflash": 2.0, "dmtp": 3.0 + i}) for i in range(2)]
+    base = [write_bench(tmp_path / f"b{i}", {"dmtp": 2.0 + i}) for i in range(2)]
+    assert speculate.main(["--paired", *ours, "--against", *base]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("greedy")]
+    assert "3.500   2.500  +1.000 +- 0.000" in lines[0] and len(lines) == 2  # dflash is not in all
+
+
+def test_what_cannot_be_paired_is_one_line(tmp_path, capsys):
+    a, b = (write_bench(tmp_path / x, {"dflash": 2.0, "dmtp": 3.0}) for x in "ab")
+    other = write_bench(tmp_path / "other", {"dflash": 2.0}, measured="9 prompts")
+    old = tmp_path / "old"
+    old.mkdir()
+    (old / "bench.json").write_text('[{"drafter": "dmtp"}]')
+    for flags, words in [([a, b, "--against", b], "--paired has 2 folders, --against 1"),
+                         ([a, other], "not measured alike: 4 prompts | 9 prompts"),
+                         ([a, b, "--base", "mtp x 9"], "these folders are: dflash, dmtp"),
+                         ([a, str(tmp_path / "none")], "python speculate.py --bench --out"),
+                         ([a, str(old)], "by an older one")]:
+        assert speculate.main(["--paired", *flags]) == 1
+        error = capsys.readouterr().err
+        assert words in error and error.count("\n") == 1

@@ -15,8 +15,9 @@ import torch
 
 import train
 from data import prepare
-from train import (CHART_WIDTH, COMPARED, chart, difference_table, encode_file, interval, paired,
-                   saved_bytes, t_quantile, verdict)
+from dmtp import interval, t_quantile, verdict
+from train import (CHART_WIDTH, COMPARED, chart, difference_table, encode_file, paired,
+                   saved_bytes)
 
 
 @pytest.fixture

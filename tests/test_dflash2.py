@@ -11,6 +11,8 @@ A walk by hand, three tokens, two slots, two candidates each, after token 0:
                                          2:  0    0: -1         had slot 1 been 2, it would be 2
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,10 +21,11 @@ from torch import Tensor, nn
 
 import speculate
 from dflash import (LocalMixing, PathSelector, adaptive_mean, adaptive_weights, decayed_mean,
-                    selector_losses, slot_chances, slot_losses)
+                    sample_anchors, selector_losses, slot_chances, slot_losses)
 from dmtp import ARMS, Drafter, block_loss
 from model import SIZES, Llama, preset
-from speculate import Machine, Sampling, decode, draft_step, new_state, noise_step, prefill, walk
+from speculate import (Machine, Sampling, decode, draft_step, new_state, noise_step, plain_of,
+                       prefill, walk)
 
 S = 8
 
@@ -278,7 +281,7 @@ def test_a_selector_is_not_trained_like_a_hidden_matrix():
     recipe = Recipe(steps=1, batch=1, optimizer="muon", lr=0.1, lr_rest=0.1, weight_decay=0.0,
                     warmup=1, seed=0, dtype="float32")
     muon, rest = ({id(p) for g in o.param_groups for p in g["params"]}
-                  for o in make_optimizers([drafter], recipe))
+                  for o in make_optimizers(drafter, recipe))
     selector = drafter.dflash.selector
     assert {id(selector.before.weight), id(selector.after.weight)} <= rest
     assert id(selector.proj.weight) in muon and not muon & rest
@@ -289,3 +292,17 @@ def test_path_selector_starts_as_nothing():
     selector = PathSelector(small_config())
     scores = selector.pair_scores(torch.randn(2, 32), torch.tensor([1, 2]), random_tokens(2, 5))
     assert not scores.any() and selector.before.weight.any()
+
+
+@pytest.mark.parametrize("name", [name for name, arm in ARMS.items() if not arm.dflash2])
+def test_every_arm_takes_dflash2_and_then_trains_and_writes_the_plain_text(name):
+    cfg, arm = small_config(), replace(ARMS[name], dflash2=True)
+    (target, mtp), drafter = small_models(cfg=cfg), small_drafter(cfg, arm)
+    m = Machine(target, mtp if arm.uses_mtp else None, drafter, 8, Sampling())
+    texts = [decode(x, [[1, 2, 3], [4]], 30, 7, 1.0).texts for x in (plain_of(m), m)]
+    assert texts[0] == texts[1]
+    for model in (target, mtp):
+        model.requires_grad_(False)
+    block_loss(target, mtp, drafter, random_tokens(2, 48), sample_anchors(2, 48, 8, 0, 0),
+               "soft").loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in drafter.parameters())

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import dflash
+import dmtp
 import train
 from dmtp import ARMS, LABELS, fingerprint, load_drafter, load_target, pick_device
 from kit import random_tokens, small_config, small_drafter, small_models
@@ -194,6 +196,19 @@ def test_a_step_in_bfloat16_has_about_the_loss_and_gradients_of_float32(name, la
     assert (rough_gradient - gradient).norm() < limit * gradient.norm()
 
 
+def test_labels_of_a_bfloat16_step_are_distributions_in_float32(monkeypatch):
+    wanted = []
+    monkeypatch.setattr(dmtp, "slot_losses", lambda logits, labels: wanted.append(
+        labels) or dflash.slot_losses(logits, labels))
+    target, mtp = (m.float() for m in small_models())
+    stage = Stage(target, mtp, None, small_drafter(target.cfg, "dmtp").float())
+    recipe = Recipe(**{**vars(RECIPE), "labels": "soft", "dtype": "bfloat16"})
+    step_gradients(stage, recipe, random_tokens(2, 49), 0, micro_batch=2, measure=False)
+    sums = wanted[0].sum(dim=-1)
+    torch.testing.assert_close(sums, torch.ones_like(sums), rtol=1e-6, atol=1e-6)
+    assert wanted[0].dtype == torch.float32
+
+
 def test_tf32_trains_and_never_judges(monkeypatch):
     asked = []
     monkeypatch.setattr(train, "draft_quality", lambda p, q: asked.append(
@@ -246,6 +261,24 @@ def test_weights_that_do_not_fit_are_refused_by_name(run, capsys):
         assert not (out / f"{arm}.pt").exists()
 
 
+def test_what_is_wrong_with_a_file_to_start_from_is_said_before_the_target_is_trained(run, capsys):
+    for start, message in (("typo.pt", "there is no typo.pt"), (None, "has none yet")):
+        start = start or str(run("--drafter", "dflash", out="other")[1] / "dflash.pt")
+        capsys.readouterr()
+        status, out = run("--init-from", start)
+        error = capsys.readouterr().err
+        assert status == 1 and message in error and error.count("\n") == 1
+        assert not (out / "target.pt").exists()
+
+
+def test_starting_from_a_drafter_that_was_stopped_says_so(run, capsys):
+    _, out = run("--drafter", "dflash")
+    whole = torch.load(out / "dflash.pt", weights_only=True)
+    torch.save(whole | {"training": {"step": 5}}, out / "half.pt")
+    assert run("--stage", "drafter", "--init-from", str(out / "half.pt"))[0] == 0
+    assert "half.pt is not fully trained, it stands at step 5" in capsys.readouterr().err
+
+
 def test_a_drafter_is_not_started_from_the_file_that_it_would_replace(run, capsys):
     _, out = run("--drafter", "dflash")
     before = (out / "dflash.pt").read_bytes()
@@ -254,6 +287,15 @@ def test_a_drafter_is_not_started_from_the_file_that_it_would_replace(run, capsy
     error = capsys.readouterr().err
     assert "copy it" in error and error.count("\n") == 1
     assert (out / "dflash.pt").read_bytes() == before
+
+
+def test_compiling_takes_every_layer_of_target_and_head_and_nothing_else(run, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(train, "check_compiler", lambda device: None)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compiled.append(module))
+    assert run("--compile", "--stage", "target")[0] == 0
+    n_layer = train.SIZES["tiny"][0]
+    assert [type(module).__name__ for module in compiled] == ["Block"] * (n_layer + 1)
 
 
 def test_help_has_one_line_for_every_drafter(capsys):
@@ -390,6 +432,23 @@ def test_ctrl_c_in_a_stages_last_step_stops_before_the_next_stage(run, monkeypat
     assert "target.pt is there" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("flags, message, wanted", [
+    ([], "", "--resume"), (["--overwrite"], "", "--overwrite"),
+    (["--overwrite"], "stopped after step 3", "--overwrite --resume"),
+    (["--resume"], "", "--resume"),
+    (["--compare", "ec", "--overwrite"], "", "--compare ec --overwrite"),
+    (["--compare", "ec", "--overwrite"], "stopped in the run of ec", "--compare ec")])
+def test_the_command_to_go_on_with_overwrites_only_while_nothing_new_was_saved(
+        monkeypatch, capsys, flags, message, wanted):
+    def stopped(args):
+        raise KeyboardInterrupt(*[message] * bool(message))
+
+    monkeypatch.setattr(train, "run", stopped)
+    assert train.main(flags) == 130
+    line = f"\n{message or 'stopped'}. Go on with: python train.py {wanted}\n"
+    assert capsys.readouterr().err == line
+
+
 def test_a_drafter_is_trained_on_the_data_of_its_target(run, monkeypatch, capsys):
     run("--stage", "target")
     asked = []
@@ -480,7 +539,8 @@ def test_a_gpu_always_has_the_number_that_torch_wants_of_the_current_device(monk
         pick_device("cuda:2")
 
 
-@pytest.mark.parametrize("wanted", ["tpu", "cuda:x", "cuda:", "cpu:0", "meta", "cuda:99999"])
+@pytest.mark.parametrize("wanted", ["tpu", "cuda:x", "cuda:", "cpu:0", "meta", "cuda:99999",
+                                    "cuda:00", "cuda:200"])
 def test_a_device_that_is_none_of_ours_is_named_with_what_is_allowed(wanted):
     with pytest.raises(ValueError, match="allowed: cpu, cuda, cuda:N"):
         pick_device(wanted)
@@ -496,6 +556,7 @@ def test_a_fault_that_is_not_a_full_memory_is_not_hidden(run, monkeypatch):
 
 
 @pytest.mark.parametrize("flags", [["--steps", "0"], ["--lr", "-1"], ["--seed", "-1"],
+                                   ["--lr", "nan"], ["--lr", "inf"],
                                    ["--drafter", "x"],
                                    ["--mtp-loss", "x"], ["--ec-mtp", "--mtp-loss", "kl"]])
 def test_bad_flags_are_refused_before_anything_runs(flags, capsys):
@@ -525,7 +586,8 @@ def test_batches_follow_from_seed_and_step_alone():
 def test_each_parameter_has_one_optimizer_and_only_hidden_matrices_decay(optimizer):
     target, mtp = small_models()
     recipe = Recipe(**{**vars(RECIPE), "optimizer": optimizer, "weight_decay": 0.1})
-    groups = [g for o in make_optimizers([target, mtp], recipe) for g in o.param_groups]
+    both = torch.nn.ModuleList([target, mtp])
+    groups = [g for o in make_optimizers(both, recipe) for g in o.param_groups]
     ids = [id(p) for g in groups for p in g["params"]]
     assert sorted(ids) == sorted(id(p) for m in (target, mtp) for p in m.parameters())
     decayed = {id(p) for g in groups if g["weight_decay"] for p in g["params"]}
