@@ -33,6 +33,7 @@ import codecs
 import gzip
 import json
 import math
+import shlex
 import statistics
 import sys
 import time
@@ -51,8 +52,9 @@ from torch import Tensor
 
 from data import prepare
 from dflash import N_BEST, slot_positions
-from dmtp import (ARMS, Drafter, check_compiler, describe_device, interval, load_drafter,
-                  load_target, no_memory, note_unfinished, pick_device, save_json, verdict)
+from dmtp import (ARMS, Drafter, check_compiler, describe_device, differing, interval,
+                  load_drafter, load_target, no_memory, note_unfinished, pick_device, save_json,
+                  verdict)
 from model import KV, MAX_SLOTS, Llama, at_least_float32, join_projections, new_cache
 from mtp import MTP
 
@@ -879,7 +881,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def check_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Exit with a message where a value is out of range, or a flag is of the other mode."""
+    """Exit with a message where a value is out of range, or a flag is of another mode."""
     for bad, message in (
             (not 1 <= args.mtp_steps < MAX_SLOTS,
              f"--mtp-steps is {args.mtp_steps}, allowed: 1 to {MAX_SLOTS - 1}"),
@@ -894,7 +896,7 @@ def check_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
             (not 0 <= args.seed < 2 ** 63, f"--seed is {args.seed}, allowed: 0 to 2^63 - 1"),
             (args.threads is not None and args.threads < 1,
              f"--threads is {args.threads}, it must be positive"),
-            (not args.bench and args.mtp_steps > 1 and args.drafter != "mtp",
+            (args.prompt and args.mtp_steps > 1 and args.drafter != "mtp",
              f"--mtp-steps is {args.mtp_steps}, --drafter {args.drafter}: add --drafter mtp, or "
              "leave it out"),
             (args.bench and args.max_new_tokens < 2,
@@ -902,17 +904,20 @@ def check_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
             (args.trace and (args.check or args.compile or args.graph),
              "--trace shows eager rounds: leave out --check, --compile and --graph"),
             (min(args.n_prompts, args.repeats, *args.batch) < 1,
-             "--n-prompts, --repeats and --batch must be positive")):
+             "--n-prompts, --repeats and --batch must be positive"),
+            (args.against and args.base != parser.get_default("base"),
+             "--against takes the place of --base: leave one out")):
         if bad:
             parser.error(message)
     flags = {"--prompt": ("drafter", "temperature", "argmax_drafts", "check", "trace", "no_color"),
              "--bench": ("drafters", "prompts", "n_prompts", "batch", "repeats"),
              "--paired": ("base", "against")}
     mode = "--prompt" if args.prompt else "--bench" if args.bench else "--paired"
-    for needed, names in flags.items():
-        given = [name for name in names if getattr(args, name) != parser.get_default(name)]
-        if given and needed != mode:
-            parser.error(f"--{given[0].replace('_', '-')} goes with {needed} alone: leave it out")
+    for name in vars(args):
+        needed = next((x for x, names in flags.items() if name in names), "--prompt or --bench")
+        fits = mode in needed or name == "paired"
+        if not fits and getattr(args, name) != parser.get_default(name):
+            parser.error(f"--{name.replace('_', '-')} goes with {needed} alone: leave it out")
 
 
 def load_machine(name: str, mtp_steps: int, args: argparse.Namespace, target: Llama, mtp: MTP,
@@ -1017,7 +1022,7 @@ def run_trace(m: Machine, encoding, settings: tuple) -> None:
         before = s.block[0, 0].item(), s.pos[0].item()
         m.drafts.clear()
     if emissions[0].n_accept < 0:
-        print("no round to show: the text ended before the first")
+        print("no round to show: the text ended with its first token, or --max-new-tokens did")
 
 
 def trace_round(m: Machine, s: RoundState, encoding, a: int, pos: int, e: Emission) -> None:
@@ -1314,7 +1319,7 @@ def run_bench(args: argparse.Namespace) -> int:
     """
     target, mtp, checkpoint = open_target(args)
     encoding = prepare.encoding(checkpoint["tokenizer"])
-    requests = bench_requests(args, target, checkpoint, encoding)
+    requests, source = bench_requests(args, target, checkpoint, encoding)
     args.batch = list(dict.fromkeys(min(b, len(requests)) for b in args.batch))
     trained = [name for name in ARMS if (args.out / f"{name}.pt").exists()]
     wanted = list(dict.fromkeys(args.drafters or ["mtp", *trained]))
@@ -1325,8 +1330,8 @@ def run_bench(args: argparse.Namespace) -> int:
                 for label, name, k in methods}
     device = target.lm_head.weight.device
     path, part = args.out / "bench.json", args.out / "bench.part.json"
-    measured = (f"{len(requests)} prompts ({args.prompts or 'held out'}), {args.max_new_tokens} "
-                f"new tokens, seed {args.seed}"
+    measured = (f"{len(requests)} prompts of {source}, {args.max_new_tokens} new tokens, "
+                f"seed {args.seed}"
                 f"{f', top-k {args.top_k}' * (args.top_k > 0)}"
                 f"{f', top-p {args.top_p:g}' * (args.top_p < 1)}"
                 f"{', end-of-text ignored' * args.ignore_eos}")
@@ -1346,9 +1351,10 @@ def run_bench(args: argparse.Namespace) -> int:
             if not coupled and batch != args.batch[0]:
                 continue  # acceptance does not depend on the batch
             for label, m in machines.items():
-                row = {"drafter": label, "mode": mode, "measured": measured, "setting": setting,
-                       "repeats": args.repeats} | bench_row(in_mode(m, mode), requests,
-                                                            temperature, batch, args)
+                row = {"drafter": label, "mode": mode, "measured": measured, "dtype": args.dtype,
+                       "target_seed": checkpoint.get("settings", {}).get("seed"),
+                       "setting": setting, "repeats": args.repeats}
+                row |= bench_row(in_mode(m, mode), requests, temperature, batch, args)
                 rows.append(row)
                 save_json(part, rows)
                 print(f"{mode:14} {batch:5} {label:14} {row['acceptance_length']:7.3f} "
@@ -1369,7 +1375,8 @@ def run_bench(args: argparse.Namespace) -> int:
 
 
 def bench_requests(args: argparse.Namespace, target: Llama, checkpoint: dict,
-                   encoding) -> list[Request]:
+                   encoding) -> tuple[list[Request], str]:
+    """The prompts, and where they come from, with a digest of it."""
     longest = target.cfg.context - args.max_new_tokens
     too_long = ValueError(f"--max-new-tokens is {args.max_new_tokens}, the context is "
                           f"{target.cfg.context} with the prompt: ask for fewer")
@@ -1377,14 +1384,14 @@ def bench_requests(args: argparse.Namespace, target: Llama, checkpoint: dict,
         raise too_long
     if args.prompts:
         requests = read_requests(args.prompts, encoding, args.n_prompts, longest)
-        source = str(args.prompts)
+        source, digest = str(args.prompts), prepare.file_digest(args.prompts)
     else:
         data = prepare.load(checkpoint["data"])
         if data.tokenizer != checkpoint["tokenizer"]:
             raise ValueError(f"data/{checkpoint['data']} was prepared again with another "
                              "tokenizer: train again")
         requests = held_out_requests(data.val, data.tokenizer["eot"], args.n_prompts)
-        source = "the held-out data"
+        source, digest = "the held-out data", data.meta["digests"]["val.bin"]
     if any(len(r.tokens) > longest for r in requests):
         raise too_long
     if not requests:
@@ -1393,7 +1400,7 @@ def bench_requests(args: argparse.Namespace, target: Llama, checkpoint: dict,
     if len(requests) < args.n_prompts and not args.prompts:
         raise ValueError(f"--n-prompts is {args.n_prompts}, {source} has {len(requests)} documents "
                          f"of {DOCUMENT} tokens: ask for fewer")
-    return requests
+    return requests, f"{source} (sha256 {digest[:8]})"
 
 
 def print_positions(rows: list[dict]) -> None:
@@ -1447,50 +1454,74 @@ def print_stages(args: argparse.Namespace, rows: list[dict], machines: dict[str,
 
 
 def run_paired(args: argparse.Namespace) -> int:
-    """Differences of the acceptance between methods, or folders, over runs that are paired."""
+    """Differences of the acceptance between methods, or folders, over trainings that are paired."""
     ours = [read_rows(folder) for folder in args.paired]
     theirs = [read_rows(folder) for folder in args.against] or ours
-    if len(ours) != len(theirs):
-        raise ValueError(f"--paired has {len(ours)} folders, --against {len(theirs)}: give as many")
-    measured = {row["measured"] for rows in ours + theirs for row in rows.values()}
-    if len(measured) > 1:
-        raise ValueError(f"these were not measured alike: {' | '.join(sorted(measured))}")
-    both = [key for key in ours[0] if all(key in rows for rows in ours + theirs)]
-    methods = list(dict.fromkeys(label for _, label in both))
-    if not args.against and args.base not in methods:
-        raise ValueError(f"--base is {args.base}, in every one of these folders are: "
-                         f"{', '.join(methods) or 'none'}")
-    mean = statistics.fmean
-    print(f"{measured.pop()}\nn = {len(ours)}; base: "
-          f"{'the same method in --against' if args.against else args.base}; difference to it with "
-          "the 95% interval of\nthe mean over pairs (Student's t); not resolved: it holds 0")
+    refuse_unpaired(args, ours, theirs)
+    methods = [key for key in ours[0] if all(key in rows for rows in ours + theirs)]
+    if not any(label == args.base for _, label in methods) and not args.against:
+        raise ValueError(f"--base is {args.base}, all of these folders have: "
+                         + (", ".join(dict.fromkeys(label for _, label in methods)) or "nothing"))
+    if not methods:
+        raise ValueError("these folders have no method in common: give --bench the same --drafters")
+    mean, row = statistics.fmean, ours[0][methods[0]]
+    pairs = args.against or [args.base] * len(ours)
+    print(f"{row['measured']}, {row['dtype']}\n"
+          f"pairs: {', '.join(f'{a} - {b}' for a, b in zip(args.paired, pairs))}\n"
+          "difference: with the 95% interval of its mean over pairs (Student's t), and relative to "
+          "the base; not resolved: it holds 0")
     for name, title in (("acceptance_length", "acceptance length, tokens a verification round"),
                         ("first_token_acceptance", "share of rounds whose T1 was accepted")):
-        print(f"\n{title}\n\n{'mode':14} {'method':14} {'mean':>7} {'base':>7} {'difference':>25}")
-        for mode, label in both:
+        print(f"\n{title}\n\n{'mode':14} {'method':14} {'mean':>7} {'base':>7} "
+              f"{'difference':>17} {'relative':>9}")
+        for mode, label in methods:
             other = label if args.against else args.base
             if not args.against and label == other:
                 continue
             own = [rows[mode, label][name] for rows in ours]
             base = [rows[mode, other][name] for rows in theirs]
             found = interval([x - y for x, y in zip(own, base)])
-            width = f"+- {found['half_width']:.3f}" if len(own) > 1 else ""
+            width = "" if found["half_width"] is None else f"+- {found['half_width']:.3f}"
             change = found["mean"] / mean(base) if mean(base) else math.nan
             print(f"{mode:14} {label:14} {mean(own):7.3f} {mean(base):7.3f} {found['mean']:+7.3f} "
-                  f"{width:9} {change:+7.1%}  {verdict(found)}".rstrip())
+                  f"{width:9} {change:+9.1%}  {verdict(found)}".rstrip())
     return 0
 
 
+def refuse_unpaired(args: argparse.Namespace, ours: list[dict], theirs: list[dict]) -> None:
+    """ValueError for folders that are not measured alike, or not one for one."""
+    for folders in (args.paired, args.against):
+        if twice := [f for i, f in enumerate(folders) if f.resolve() in
+                     [x.resolve() for x in folders[:i]]]:
+            raise ValueError(f"{twice[0]} is given twice: name each folder once")
+    if len(ours) != len(theirs):
+        raise ValueError(f"--paired has {len(ours)} folders, --against {len(theirs)}: give as many")
+    folders = args.paired + args.against
+    first, *rest = [next(iter(rows.values())) for rows in (ours + theirs)[:len(folders)]]
+    for folder, row in zip(folders[1:], rest):
+        if differ := differing(*({k: x[k] for k in ("measured", "dtype")} for x in (row, first)),
+                               f"of {folders[0]}"):
+            raise ValueError(f"{folder} was measured otherwise: {differ}. Give --bench the same "
+                             "flags in all")
+    seeds = [[next(iter(rows.values()))["target_seed"] for rows in side] for side in (ours, theirs)]
+    if seeds[0] != seeds[1]:
+        raise ValueError(f"the targets of --paired have seeds {seeds[0]}, of --against {seeds[1]}: "
+                         "name the folders in the same order of seeds")
+
+
 def read_rows(folder: Path) -> dict[tuple[str, str], dict]:
-    """{(mode, method): row} of folder/bench.json, at the first batch."""
-    path, hint = folder / "bench.json", f"python speculate.py --bench --out {folder}"
+    """{(mode, method): row} of folder/bench.json, at the first batch; at least one."""
+    path = folder / "bench.json"
+    hint = f"python speculate.py --bench --out {shlex.quote(str(folder))}"
     if not path.exists():
         raise ValueError(f"there is no {path}: make it with {hint}")
     try:
         rows = json.loads(path.read_text("utf-8"))
-        return {(row["mode"], row["drafter"]): row for row in rows
-                if row["batch"] == rows[0]["batch"] and row["measured"]}
-    except (ValueError, KeyError, TypeError) as e:
+        batch = rows[0]["batch"]
+        needed = ("acceptance_length", "first_token_acceptance", "measured", "dtype", "target_seed")
+        return {(row["mode"], row["drafter"]): {name: row[name] for name in needed}
+                for row in rows if row["batch"] == batch}
+    except (ValueError, KeyError, TypeError, IndexError) as e:
         raise ValueError(f"{path} was not written by this program, or by an older one: "
                          f"make it again with {hint}") from e
 
@@ -1510,7 +1541,9 @@ def main(argv: list[str] | None = None) -> int:
               file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\nstopped", file=sys.stderr)
+        print("\nstopped" + (f"; the rows so far are in {args.out / 'bench.part.json'}"
+                             if args.bench and (args.out / "bench.part.json").exists() else ""),
+              file=sys.stderr)
         return 130
 
 

@@ -528,7 +528,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     for name in ("steps", "drafter_steps", "batch", "lr", "micro_batch", "seeds"):
         value = getattr(args, name)
         if value is not None and not 0 < value < math.inf:
-            parser.error(f"--{name.replace('_', '-')} is {value}: it must be positive")
+            parser.error(f"--{name.replace('_', '-')} is {value}: it must be positive and finite")
     last_seed = args.seed + (args.seeds or 5) - 1 if args.compare else args.seed
     if not 0 <= args.seed <= last_seed < 2 ** 63:
         parser.error(f"--seed is {args.seed}, allowed: 0 to 2^63 - {1 + last_seed - args.seed}")
@@ -670,9 +670,6 @@ def run_drafter(args: argparse.Namespace, data: prepare.Dataset, device: torch.d
     settings = {"target": checkpoint["fingerprint"], "data": data.meta["digests"]["train.bin"]}
     path = args.out / f"{args.drafter}.pt"
     if args.init_from:
-        if args.init_from.resolve() == path.resolve():
-            raise ValueError(f"--init-from {args.init_from} is the file that is to be written, and "
-                             "would be lost: copy it, and name the copy")
         settings["init_from"] = start_from(args.init_from, drafter, checkpoint["fingerprint"])
     settings |= asdict(recipe)
     state = earlier_run(path, "drafter", settings, args)
@@ -1067,8 +1064,8 @@ def keep_freed_memory() -> None:
     """
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if hasattr(libc, "mallopt"):
-        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: bytes at the heap's end to keep
-        libc.mallopt(-4, 0)          # M_MMAP_MAX: how many blocks may lie outside the heap
+        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: never give the heap's end back
+        libc.mallopt(-4, 0)   # M_MMAP_MAX: how many blocks may lie outside the heap
 
 
 def describe(recipe: Recipe, T: int) -> str:
@@ -1111,6 +1108,12 @@ def run(args: argparse.Namespace) -> None:
         if not (args.out / "target.pt").exists():
             raise ValueError(f"--init-from {args.init_from} has its own target, and {args.out} has "
                              "none yet: name that target's folder with --out")
+        if args.stage == "all" and args.overwrite:
+            raise ValueError(f"--init-from {args.init_from} is of the target that --overwrite "
+                             "would train anew: add --stage drafter")
+        if args.init_from.resolve() == (args.out / f"{args.drafter}.pt").resolve():
+            raise ValueError(f"--init-from {args.init_from} is the file that is to be written, and "
+                             "would be lost: copy it, and name the copy")
     if args.compare:
         run_compare(args, data, device)
         return
@@ -1128,7 +1131,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     if dist.is_torchelastic_launched():  # torchrun started this process
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-    speaker = None if process()[0] == 0 else io.StringIO()
+    speaker, began = None if process()[0] == 0 else io.StringIO(), time.time()
     try:
         with redirect_stdout(speaker or sys.stdout):
             run(args)
@@ -1143,10 +1146,12 @@ def main(argv: list[str] | None = None) -> int:
         words = sys.argv[1:] if argv is None else argv
         start = ["python"] if process()[1] == 1 else ["torchrun", "--nproc-per-node",
                                                       str(process()[1])]
-        # with a message, this run has saved something; before that, --overwrite has yet to be done
-        if args.compare and str(e):  # goes on by itself
+        files = [args.out / x for x in ("target.pt", f"{args.drafter}.pt", "compare.json")]
+        saved = any(x.exists() and x.stat().st_mtime >= began for x in files)
+        # until then --overwrite has yet to be done; --compare goes on by itself
+        if args.compare and saved:
             words = [word for word in words if not word.startswith("--ov")]
-        elif not args.compare and not args.resume and (str(e) or not args.overwrite):
+        elif not args.compare and not args.resume and (saved or not args.overwrite):
             words = [*words, "--resume"]
         again = shlex.join([*start, "train.py", *words])
         if speaker is None:

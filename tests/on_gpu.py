@@ -89,8 +89,8 @@ def main() -> None:
             args.out if dtype == "float32" else f"{args.out}-{dtype}", *several)
     run("train.py", "--stage", "drafter", "--drafter-steps", str(args.steps), *out, *several)
     for graph in ("off", "step", "round") if args.device == "cuda" else ("off",):
-        run("speculate.py", "--bench", "--n-prompts", "32", "--batch", *args.rows, "--graph", graph,
-            "--device", args.device, *out)
+        run("speculate.py", "--bench", "--repeats", "1", "--n-prompts", "32", "--batch",
+            *args.rows, "--graph", graph, "--device", args.device, *out)
     run("-m", "pytest", "-q", "-rs", "tests/test_cuda.py")
 
 

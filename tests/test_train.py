@@ -271,6 +271,15 @@ def test_what_is_wrong_with_a_file_to_start_from_is_said_before_the_target_is_tr
         assert not (out / "target.pt").exists()
 
 
+def test_a_target_that_would_be_trained_anew_is_not_that_of_a_file_to_start_from(run, capsys):
+    _, out = run("--drafter", "dflash")
+    before = (out / "target.pt").read_bytes()
+    assert run("--init-from", str(out / "dflash.pt"), "--overwrite")[0] == 1
+    error = capsys.readouterr().err
+    assert "add --stage drafter" in error and error.count("\n") == 1
+    assert (out / "target.pt").read_bytes() == before
+
+
 def test_starting_from_a_drafter_that_was_stopped_says_so(run, capsys):
     _, out = run("--drafter", "dflash")
     whole = torch.load(out / "dflash.pt", weights_only=True)
@@ -432,21 +441,30 @@ def test_ctrl_c_in_a_stages_last_step_stops_before_the_next_stage(run, monkeypat
     assert "target.pt is there" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("flags, message, wanted", [
-    ([], "", "--resume"), (["--overwrite"], "", "--overwrite"),
-    (["--overwrite"], "stopped after step 3", "--overwrite --resume"),
-    (["--resume"], "", "--resume"),
-    (["--compare", "ec", "--overwrite"], "", "--compare ec --overwrite"),
-    (["--compare", "ec", "--overwrite"], "stopped in the run of ec", "--compare ec")])
-def test_the_command_to_go_on_with_overwrites_only_while_nothing_new_was_saved(
-        monkeypatch, capsys, flags, message, wanted):
+@pytest.mark.parametrize("typed, saves, wanted", [
+    ("--out .", None, "--out . --resume"), ("--out .", "target.pt", "--out . --resume"),
+    ("--out . --resume", None, "--out . --resume"),
+    ("--out . --overwrite", None, "--out . --overwrite"),
+    ("--out . --overwrite", "target.pt", "--out . --overwrite --resume"),
+    ("--out . --overwrite", "dmtp.pt", "--out . --overwrite --resume"),
+    ("--out . --compare ec --overwrite", None, "--out . --compare ec --overwrite"),
+    ("--out . --compare ec --overwrite", "compare.json", "--out . --compare ec")])
+def test_the_command_to_go_on_with_overwrites_again_only_while_nothing_new_was_saved(
+        monkeypatch, capsys, tmp_path, typed, saves, wanted):
+    """Wherever Ctrl-C comes: in set-up, between the stages, or a second time."""
+    for name in ("target.pt", "dmtp.pt", "compare.json"):  # of an earlier run
+        (tmp_path / name).write_text("")
+        os.utime(tmp_path / name, (1, 1))
+
     def stopped(args):
-        raise KeyboardInterrupt(*[message] * bool(message))
+        if saves:
+            (tmp_path / saves).write_text("new")
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(train, "run", stopped)
-    assert train.main(flags) == 130
-    line = f"\n{message or 'stopped'}. Go on with: python train.py {wanted}\n"
-    assert capsys.readouterr().err == line
+    monkeypatch.chdir(tmp_path)
+    assert train.main(typed.split()) == 130
+    assert capsys.readouterr().err == f"\nstopped. Go on with: python train.py {wanted}\n"
 
 
 def test_a_drafter_is_trained_on_the_data_of_its_target(run, monkeypatch, capsys):
