@@ -290,12 +290,13 @@ class CtrlC:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def anywhere(self) -> bool:
-        """Whether any process was asked."""
-        if process()[1] > 1:
-            asked = torch.tensor([float(self.asked)])
-            average_over_processes([asked])
-            self.asked = bool(asked > 0)
-        return self.asked
+        """Whether any process was asked; the same answer in all of them."""
+        if process()[1] == 1:
+            return self.asked
+        asked = torch.tensor([float(self.asked)])
+        average_over_processes([asked])
+        # subtle: a Ctrl-C that came meanwhile is not in it, and stands in self.asked till next time
+        return bool(asked > 0)
 
     def __enter__(self):
         self.before = signal.signal(signal.SIGINT, self.ask)

@@ -395,6 +395,18 @@ def test_ctrl_c_of_two_processes_saves_after_the_same_step(data, train_script, t
     assert checkpoint["training"]["step"] > 0
 
 
+def test_ctrl_c_while_processes_ask_each_other_is_heard_the_next_time(monkeypatch):
+    ctrl_c = train.CtrlC()
+
+    def others_are_slow(tensors):
+        ctrl_c.asked = True  # when this process's answer is already on its way
+
+    monkeypatch.setattr(train, "process", lambda: (0, 2))
+    monkeypatch.setattr(train, "average_over_processes", others_are_slow)
+    assert not ctrl_c.anywhere()
+    assert ctrl_c.anywhere()
+
+
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint(run, monkeypatch, capsys):
     _, out = run("--stage", "target")
     before = (out / "target.pt").read_bytes()
