@@ -911,12 +911,11 @@ def check_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
             parser.error(message)
     flags = {"--prompt": ("drafter", "temperature", "argmax_drafts", "check", "trace", "no_color"),
              "--bench": ("drafters", "prompts", "n_prompts", "batch", "repeats"),
-             "--paired": ("base", "against")}
+             "--paired": ("paired", "base", "against")}
     mode = "--prompt" if args.prompt else "--bench" if args.bench else "--paired"
     for name in vars(args):
         needed = next((x for x, names in flags.items() if name in names), "--prompt or --bench")
-        fits = mode in needed or name == "paired"
-        if not fits and getattr(args, name) != parser.get_default(name):
+        if mode not in needed and getattr(args, name) != parser.get_default(name):
             parser.error(f"--{name.replace('_', '-')} goes with {needed} alone: leave it out")
 
 
@@ -1475,11 +1474,10 @@ def run_paired(args: argparse.Namespace) -> int:
         print(f"\n{title}\n\n{'mode':14} {'method':14} {'mean':>7} {'base':>7} "
               f"{'difference':>17} {'relative':>9}")
         for mode, label in methods:
-            other = label if args.against else args.base
-            if not args.against and label == other:
+            if not args.against and label == args.base:
                 continue
             own = [rows[mode, label][name] for rows in ours]
-            base = [rows[mode, other][name] for rows in theirs]
+            base = [rows[mode, label if args.against else args.base][name] for rows in theirs]
             found = interval([x - y for x, y in zip(own, base)])
             width = "" if found["half_width"] is None else f"+- {found['half_width']:.3f}"
             change = found["mean"] / mean(base) if mean(base) else math.nan
@@ -1496,16 +1494,15 @@ def refuse_unpaired(args: argparse.Namespace, ours: list[dict], theirs: list[dic
             raise ValueError(f"{twice[0]} is given twice: name each folder once")
     if len(ours) != len(theirs):
         raise ValueError(f"--paired has {len(ours)} folders, --against {len(theirs)}: give as many")
-    folders = args.paired + args.against
-    first, *rest = [next(iter(rows.values())) for rows in (ours + theirs)[:len(folders)]]
-    for folder, row in zip(folders[1:], rest):
-        if differ := differing(*({k: x[k] for k in ("measured", "dtype")} for x in (row, first)),
-                               f"of {folders[0]}"):
+    own, base = ([next(iter(rows.values())) for rows in side] for side in (ours, theirs))
+    for folder, row in zip(args.paired + args.against, own + base):
+        if differ := differing(*({k: x[k] for k in ("measured", "dtype")} for x in (row, own[0])),
+                               f"of {args.paired[0]}"):
             raise ValueError(f"{folder} was measured otherwise: {differ}. Give --bench the same "
                              "flags in all")
-    seeds = [[next(iter(rows.values()))["target_seed"] for rows in side] for side in (ours, theirs)]
-    if seeds[0] != seeds[1]:
-        raise ValueError(f"the targets of --paired have seeds {seeds[0]}, of --against {seeds[1]}: "
+    seeds, base_seeds = ([row["target_seed"] for row in side] for side in (own, base))
+    if seeds != base_seeds:
+        raise ValueError(f"the targets of --paired have seeds {seeds}, of --against {base_seeds}: "
                          "name the folders in the same order of seeds")
 
 

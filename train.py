@@ -1075,6 +1075,20 @@ def describe(recipe: Recipe, T: int) -> str:
             f"({n / 1e6:.2f}M), peak lr {recipe.lr:g}, {recipe.dtype}, seed {recipe.seed}")
 
 
+def check_init_from(args: argparse.Namespace) -> None:
+    """ValueError, before hours of training, for a file that no drafter could start from then."""
+    load_checkpoint(args.init_from, "drafter", "python train.py --stage drafter")
+    if not (args.out / "target.pt").exists():
+        raise ValueError(f"--init-from {args.init_from} has its own target, and {args.out} has "
+                         "none yet: name that target's folder with --out")
+    if args.stage == "all" and args.overwrite:
+        raise ValueError(f"--init-from {args.init_from} is of the target that --overwrite would "
+                         "train anew: add --stage drafter")
+    if args.init_from.resolve() == (args.out / f"{args.drafter}.pt").resolve():
+        raise ValueError(f"--init-from {args.init_from} is the file that is to be written, and "
+                         "would be lost: copy it, and name the copy")
+
+
 def run(args: argparse.Namespace) -> None:
     device = pick_device(args.device)
     rank, n_processes = process()
@@ -1104,17 +1118,8 @@ def run(args: argparse.Namespace) -> None:
     print(f"data      {args.data}{why}: {len(data.train) / 1e6:.2f}M tokens to train on, "
           f"{len(data.val) / 1e6:.2f}M held out, vocabulary {data.tokenizer['vocab_size']}")
     args.out.mkdir(parents=True, exist_ok=True)
-    if args.init_from:  # what is wrong with it is said before hours of training
-        load_checkpoint(args.init_from, "drafter", "python train.py --stage drafter")
-        if not (args.out / "target.pt").exists():
-            raise ValueError(f"--init-from {args.init_from} has its own target, and {args.out} has "
-                             "none yet: name that target's folder with --out")
-        if args.stage == "all" and args.overwrite:
-            raise ValueError(f"--init-from {args.init_from} is of the target that --overwrite "
-                             "would train anew: add --stage drafter")
-        if args.init_from.resolve() == (args.out / f"{args.drafter}.pt").resolve():
-            raise ValueError(f"--init-from {args.init_from} is the file that is to be written, and "
-                             "would be lost: copy it, and name the copy")
+    if args.init_from:
+        check_init_from(args)
     if args.compare:
         run_compare(args, data, device)
         return

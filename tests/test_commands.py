@@ -546,7 +546,7 @@ def test_what_cannot_be_paired_is_one_line(tmp_path, capsys):
 
 
 def test_a_benchs_times_are_medians_of_runs_in_turn_and_every_run_must_have_the_plain_text(
-        run, monkeypatch):
+        monkeypatch):
     """Plain 8, 2 and 4 s for 12 tokens: 3 a second; the method 1, 2 and 9 s: 6 a second."""
     seconds = {1: [8.0, 2.0, 4.0], 2: [1.0, 2.0, 9.0]}
     order = []
