@@ -149,8 +149,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
 # ----------------------------------------------------------------------------------------------
 # layers
 
-FEW_ROWS = 64  # for more, W x' is no faster
-SUM_ROWS = 8   # as many sums as a CPU has registers for
+FEW_ROWS = 64                      # for more, W x' is no faster
+SUM_ROWS, SUM_ROWS_BF16 = 8, 2     # as many sums as a CPU has registers, or time, for
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
@@ -160,16 +160,18 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
     is two to three times as fast at W x' as at x W' (W: weight), and takes one thread for a single
     row: so the order is turned round, and a single row goes twice. Compiled, up to a block of eight
     rows, each row is a sum of products: the compiler makes one loop of them, which reads the
-    weights once.
+    weights once. In bfloat16 the library (oneDNN) has instructions that make eight rows as cheap as
+    one, and only one or two are faster as sums.
     """
-    n = x.numel() // x.size(-1)
-    if x.device.type != "cpu" or x.dtype == torch.bfloat16 or n > FEW_ROWS \
-            or torch.is_grad_enabled():
+    n, low = x.numel() // x.size(-1), x.dtype == torch.bfloat16
+    if x.device.type != "cpu" or n > FEW_ROWS or torch.is_grad_enabled():
         return F.linear(x, weight)
     rows = x.reshape(n, x.size(-1))
-    if n <= SUM_ROWS and torch.compiler.is_compiling():
+    if n <= (SUM_ROWS_BF16 if low else SUM_ROWS) and torch.compiler.is_compiling():
         y = torch.stack([(weight * row).sum(dim=-1) for row in rows])
         return y.view(*x.shape[:-1], weight.size(0))
+    if low:
+        return F.linear(x, weight)
     rows = torch.cat((rows, rows)) if n == 1 else rows
     return (weight @ rows.T)[:, :n].T.reshape(*x.shape[:-1], weight.size(0))
 
@@ -177,10 +179,12 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
 class Linear(nn.Linear):
     """A matrix without bias. Several of the same input can be `joined` for decoding."""
 
-    joined: Tensor | None = None  # (n_out of all, n_in), at the first of them
+    joined: Tensor | None  # (n_out of all, n_in), at the first of them
 
     def __init__(self, n_in: int, n_out: int):
         super().__init__(n_in, n_out, bias=False)
+        # a buffer, so that a compiler may take it for a constant, as it does weights
+        self.register_buffer("joined", None, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return product(x, self.weight)
@@ -196,8 +200,9 @@ def side_by_side(x: Tensor, *layers: Linear) -> tuple[Tensor, ...]:
 
 def join_projections(*models: nn.Module) -> None:
     """For decoding: q, k, v, and gate and up, become views of one matrix, so that a step is fewer
-    products. To be called when weights have their device and dtype. Loading others in place works;
-    .to(), copies and load_state_dict(assign=True) afterwards would leave the joined ones behind."""
+    products. To be called when weights have their device and dtype. Loading others in place works,
+    but no more after .to(), in a copy, or with assign=True: what is joined would keep the old ones.
+    """
     for module in (module for model in models for module in model.modules()):
         if isinstance(module, Attention):
             join(module.q_proj, module.k_proj, module.v_proj)

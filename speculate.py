@@ -434,7 +434,8 @@ class Rounds:
     graph: off is eager; step is a CUDA Graph for each step; round is one for the whole round. The
     steps of a bucket of cache rows are made when it is first met, while nothing moves (limit =
     pos). New prompts, seeds, temperatures and weights are new contents of the same tensors.
-    Compiled code is made for one bucket, that of `longest` tokens (of the context, by default).
+    Compiled code is made for one bucket, that of `longest` tokens (of the context, by default), and
+    on a CPU in bfloat16 for the weights as they are.
     """
 
     def __init__(self, m: Machine, n_rows: int, graph: str = "off", compiled: bool = False,
@@ -467,6 +468,8 @@ class Rounds:
             m, s = replace(self.m, kv_len=kv_len), self.s
             limit = s.limit.clone()
             s.limit.copy_(s.pos)
+            # weights in the matrix library's own order, into which it would bring them every time
+            packed = self.device.type == "cpu" and s.states.dtype == torch.bfloat16
             steps = {}
             for step in round_steps(m):
                 name = step.__name__.removesuffix("_step")
@@ -474,7 +477,8 @@ class Rounds:
                     step = compile_step(step)
                 steps[name] = partial(step, m, s)
                 if self.compiled:
-                    steps[name]()
+                    with torch._inductor.config.patch(freezing=packed):
+                        steps[name]()
             if self.graph == "round":
                 parts = list(steps.values())
                 steps = {"round": lambda: [part() for part in parts]}
@@ -681,7 +685,8 @@ class Difference(NamedTuple):
     plain: int        # token ids
     speculative: int
     gap: float        # of the plain run's two perturbed logits
-    noise: float      # the largest difference of a block's and single rows' logits on this text
+    noise: float      # the largest difference of a block's and single rows' logits on this text,
+                      # or what rounding may do to the largest of them, if that is more
     tie: bool         # moving the two logits by twice the noise makes either token the choice
 
 
@@ -690,8 +695,8 @@ def compare(plain: Machine, prompts: list[list[int]], a: Tally, b: Tally, block:
             temperature: float) -> list[Difference]:
     """Each row's first difference of plain (a) and speculative (b) texts, and how near the tie was.
 
-    A block and a single row take different kernels, so in low precision near ties may flip. In
-    float64 no tie is excused.
+    A block and a single row take different kernels, so in low precision near ties may flip;
+    compiled steps take others again. In float64 no tie is excused.
     """
     found = []
     for row, (x, y) in enumerate(zip(a.texts, b.texts)):
@@ -705,7 +710,8 @@ def compare(plain: Machine, prompts: list[list[int]], a: Tally, b: Tally, block:
         text = prompts[row] + x[:index]
         one = cached_logits(plain, text, 1)          # (n, V), the last row predicts the difference
         many = cached_logits(plain, text, block)
-        noise = (one - many).abs().max().item()
+        rounding = torch.finfo(one.dtype).eps * one.abs().max()
+        noise = torch.maximum((one - many).abs().max(), rounding).item()
         position = torch.tensor([[len(text)]], device=one.device)
         luck = gumbel(torch.tensor(seed, device=one.device), torch.tensor([row], device=one.device),
                       position, one.size(-1))[0, 0]

@@ -391,6 +391,18 @@ def test_a_near_tie_is_excused_in_float32_and_never_in_float64():
         assert found.tie == excused
 
 
+def test_what_rounding_of_the_logits_can_do_is_a_near_tie_even_where_no_kernel_shows_it(monkeypatch):
+    """Compiled steps round otherwise than the eager ones that are compared: 10 and 10 - 1/16, two
+    neighbours in bfloat16, may change places; 10 and 9 may not, and in float32 neither pair."""
+    for dtype, second, tie in ((torch.bfloat16, 9.9375, True), (torch.bfloat16, 9.0, False),
+                               (torch.float32, 9.9375, False)):
+        logits = torch.zeros(1, 8, dtype=dtype)
+        logits[0, 5], logits[0, 6] = 10.0, second
+        monkeypatch.setattr(speculate, "cached_logits", lambda plain, text, block: logits)
+        found, = compare(twin_machine(dtype), [[1]], *tallies([5], [6]), 8, 0, 0.0)
+        assert found.tie == tie, (dtype, second)
+
+
 def test_a_wide_gap_is_no_tie_and_a_missing_token_is_none_either():
     m = twin_machine(torch.float32)
     logits = m.target.lm_head(m.target(torch.tensor([[1, 2, 3, 3]]))[0])[0, -1]

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from kit import every_layer, random_tokens, randomise, small_config, small_models
 from torch import Tensor
 
-from model import (KV, MAX_SLOTS, SUM_ROWS, Config, Llama, attend, causal_mask,
+from model import (KV, MAX_SLOTS, SUM_ROWS, SUM_ROWS_BF16, Config, Llama, attend, causal_mask,
                    join_projections, new_cache, preset, product, rope_tables, rotate, to_public)
 
 N = 12        # tokens of the text
@@ -389,6 +389,24 @@ def test_a_compiled_product_of_few_rows_is_the_plain_one_as_sums_without_a_matri
     torch.testing.assert_close(y, F.linear(x, weight), rtol=1e-12, atol=1e-12)
     assert code[0].count(".sum(") == (n_rows if n_rows <= SUM_ROWS else 0), code[0]
     assert ("@" in code[0] or "matmul" in code[0]) == (n_rows > SUM_ROWS), code[0]
+
+
+@pytest.mark.parametrize("n_rows", [1, SUM_ROWS_BF16, SUM_ROWS_BF16 + 1])
+def test_a_compiled_bfloat16_product_is_one_of_sums_for_the_few_rows_that_gain_by_it(n_rows):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(n_rows, 24, generator=generator).bfloat16()
+    weight = torch.randn(40, 24, generator=generator).bfloat16()
+    code = []
+
+    def backend(module, _):
+        code.append(module.code)
+        return module.forward
+
+    with torch.no_grad():
+        y = torch.compile(product, backend=backend, fullgraph=True, dynamic=False)(x, weight)
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y, F.linear(x, weight), rtol=2 ** -6, atol=2 ** -6)
+    assert code[0].count(".sum(") == (n_rows if n_rows <= SUM_ROWS_BF16 else 0), code[0]
 
 
 def test_a_product_has_gradients_where_they_are_wanted():
