@@ -391,7 +391,7 @@ def test_a_near_tie_is_excused_in_float32_and_never_in_float64():
         assert found.tie == excused
 
 
-def test_what_rounding_of_the_logits_can_do_is_a_near_tie_even_where_no_kernel_shows_it(monkeypatch):
+def test_what_rounding_can_do_is_a_near_tie_even_where_no_kernel_shows_it(monkeypatch):
     """Compiled steps round otherwise than the eager ones that are compared: 10 and 10 - 1/16, two
     neighbours in bfloat16, may change places; 10 and 9 may not, and in float32 neither pair."""
     for dtype, second, tie in ((torch.bfloat16, 9.9375, True), (torch.bfloat16, 9.0, False),
