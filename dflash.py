@@ -39,7 +39,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from model import KV, Block, Config, Linear, Llama, Rows, attend, init_weights
+from model import KV, Block, Config, Linear, Llama, RMSNorm, Rows, attend, init_weights
 
 
 SPACING = 8  # tokens of a training window for each block in it
@@ -209,9 +209,9 @@ class DFlash(nn.Module):
         super().__init__()
         self.draft = draft
         self.fc = Linear(n_features * cfg.width, cfg.width)
-        self.hidden_norm = nn.RMSNorm(cfg.width, cfg.norm_eps)
+        self.hidden_norm = RMSNorm(cfg.width, cfg.norm_eps)
         self.layers = nn.ModuleList(Block(cfg, qk_norm=True) for _ in range(draft.n_layer))
-        self.norm = nn.RMSNorm(cfg.width, cfg.norm_eps)
+        self.norm = RMSNorm(cfg.width, cfg.norm_eps)
         self.mask_emb = nn.Parameter(torch.zeros(cfg.width))
         init_weights(self, draft.n_layer)
         nn.init.normal_(self.mask_emb, std=0.02)

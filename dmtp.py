@@ -43,7 +43,7 @@ from torch import Tensor
 
 from dflash import (DFlash, DraftConfig, adaptive_mean, context_seen, decayed_mean,
                     selector_losses, slot_chances, slot_losses, slot_positions)
-from model import MAX_LOGITS, Config, Linear, Llama, at_least_float32, through_head
+from model import MAX_LOGITS, Config, Linear, Llama, RMSNorm, at_least_float32, through_head
 from mtp import MTP
 
 
@@ -107,14 +107,14 @@ class Fusion(nn.Module):
         super().__init__()
         C = cfg.width
         self.embed_norm = None
-        self.state_norm = nn.RMSNorm(C, cfg.norm_eps)
+        self.state_norm = RMSNorm(C, cfg.norm_eps)
         if injection == "low-rank":
             self.proj = nn.Sequential(Linear(C, C // 4), Linear(C // 4, C))
             nn.init.normal_(self.proj[0].weight, std=0.02)
             nn.init.zeros_(self.proj[1].weight)
             return
         if injection != "masks":
-            self.embed_norm = nn.RMSNorm(C, cfg.norm_eps)
+            self.embed_norm = RMSNorm(C, cfg.norm_eps)
         self.proj = Linear(C if injection == "masks" else 2 * C, C)
         nn.init.zeros_(self.proj.weight)
         if injection == "replace":
@@ -286,12 +286,16 @@ def check_compiler(device: torch.device) -> None:
 def no_memory(error: RuntimeError | MemoryError) -> str:
     """One line for a full memory, a GPU's or the system's; any other error is raised again.
 
-    subtle: for the system's, torch raises a bare RuntimeError that is known by its text alone.
+    subtle: torch has a class of error for one case alone. The system's memory, a GPU that others
+    have filled, and NVIDIA's libraries, which ask for memory themselves, are known by the text.
     """
     text = str(error) or "no more for this process"
-    if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "CPUAllocator" not in text:
+    known = ("CPUAllocator", "CUDA error: out of memory", "_STATUS_ALLOC_FAILED")
+    if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and not any(
+            words in text for words in known):
         raise error
-    return f"out of memory ({'. '.join(text.split('Allocator: ')[-1].split('. ')[:2])})"
+    first_line = text.split("Allocator: ")[-1].split("\n")[0]
+    return f"out of memory ({'. '.join(first_line.split('. ')[:2])})"
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
@@ -358,6 +362,8 @@ def load_target(out: Path) -> tuple[Llama, MTP, dict]:
     hint = f"python train.py --ec-mtp --out {shlex.quote(str(out))}"
     checkpoint = load_checkpoint(out / "target.pt", "target", hint)
     try:
+        for name in ("tokenizer", "size", "data", "fingerprint", "training"):  # read by others
+            checkpoint[name]
         cfg = Config(**checkpoint["config"])
         target, mtp = Llama(cfg), MTP(cfg)
         target.load_state_dict(checkpoint["target"])

@@ -156,12 +156,10 @@ SUM_ROWS, SUM_ROWS_BF16 = 8, 2     # as many sums as a CPU has registers, or tim
 def product(x: Tensor, weight: Tensor) -> Tensor:
     """x (.., n_in) times the transpose of weight (n_out, n_in): (.., n_out), as F.linear.
 
-    Decoding multiplies a few rows by large matrices. For these a CPU's matrix library (MKL, fp32)
-    is two to three times as fast at W x' as at x W' (W: weight), and takes one thread for a single
-    row: so the order is turned round, and a single row goes twice. Compiled, up to a block of eight
-    rows, each row is a sum of products: the compiler makes one loop of them, which reads the
-    weights once. In bfloat16 the library (oneDNN) has instructions that make eight rows as cheap as
-    one, and only one or two are faster as sums.
+    For the few rows of decoding a CPU's library is two to three times as fast at W x' as at x W'
+    (W: weight), if it is not one row, which goes twice. Compiled, up to a block of eight rows are
+    sums of products: one loop, which reads the weights once. In bfloat16 only one or two are
+    faster so. README, "What was found and done", has the figures.
     """
     n, low = x.numel() // x.size(-1), x.dtype == torch.bfloat16
     if x.device.type != "cpu" or n > FEW_ROWS or torch.is_grad_enabled():
@@ -174,6 +172,14 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
         return F.linear(x, weight)
     rows = torch.cat((rows, rows)) if n == 1 else rows
     return (weight @ rows.T)[:, :n].T.reshape(*x.shape[:-1], weight.size(0))
+
+
+class RMSNorm(nn.RMSNorm):
+    """RMSNorm in the dtype of its gain: torch has none for bfloat16, from autocast, and a gain in
+    float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype))
 
 
 class Linear(nn.Linear):
@@ -228,8 +234,8 @@ class Attention(nn.Module):
         self.k_proj = Linear(cfg.width, cfg.n_kv_head * cfg.head_dim)
         self.v_proj = Linear(cfg.width, cfg.n_kv_head * cfg.head_dim)
         self.o_proj = Linear(cfg.n_head * cfg.head_dim, cfg.width)
-        self.q_norm = nn.RMSNorm(cfg.head_dim, cfg.norm_eps) if qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(cfg.head_dim, cfg.norm_eps) if qk_norm else nn.Identity()
+        self.q_norm = RMSNorm(cfg.head_dim, cfg.norm_eps) if qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(cfg.head_dim, cfg.norm_eps) if qk_norm else nn.Identity()
 
     def project(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, S, H, D) and k, v (B, S, G, D) of x (B, S, C), at the positions of rope."""
@@ -273,9 +279,9 @@ class Block(nn.Module):
 
     def __init__(self, cfg: Config, qk_norm: bool = False):
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(cfg.width, cfg.norm_eps)
+        self.input_layernorm = RMSNorm(cfg.width, cfg.norm_eps)
         self.self_attn = Attention(cfg, qk_norm)
-        self.post_attention_layernorm = nn.RMSNorm(cfg.width, cfg.norm_eps)
+        self.post_attention_layernorm = RMSNorm(cfg.width, cfg.norm_eps)
         self.mlp = MLP(cfg)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None = None,
@@ -300,7 +306,7 @@ class Llama(nn.Module):
         self.cfg = cfg
         self.embed_tokens = nn.Embedding(cfg.vocab_size, cfg.width)
         self.layers = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
-        self.norm = nn.RMSNorm(cfg.width, cfg.norm_eps)
+        self.norm = RMSNorm(cfg.width, cfg.norm_eps)
         self.lm_head = Linear(cfg.width, cfg.vocab_size)
         cos, sin = rope_tables(cfg)
         self.register_buffer("cos", cos.float(), persistent=False)  # (context + MAX_SLOTS, D)

@@ -35,8 +35,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from model import (KV, MAX_LOGITS, Block, Config, Linear, Llama, Rows, causal_mask, init_weights,
-                   through_head)
+from model import (KV, MAX_LOGITS, Block, Config, Linear, Llama, RMSNorm, Rows, causal_mask,
+                   init_weights, through_head)
 
 LOSSES = ("standard", "ec", "kl")
 
@@ -51,11 +51,11 @@ class MTP(nn.Module):
 
     def __init__(self, cfg: Config):
         super().__init__()
-        self.embed_norm = nn.RMSNorm(cfg.width, cfg.norm_eps)
-        self.state_norm = nn.RMSNorm(cfg.width, cfg.norm_eps)
+        self.embed_norm = RMSNorm(cfg.width, cfg.norm_eps)
+        self.state_norm = RMSNorm(cfg.width, cfg.norm_eps)
         self.proj = Linear(2 * cfg.width, cfg.width)
         self.block = Block(cfg)
-        self.norm = nn.RMSNorm(cfg.width, cfg.norm_eps)
+        self.norm = RMSNorm(cfg.width, cfg.norm_eps)
         init_weights(self, cfg.n_layer)
 
     def forward(self, target: Llama, states: Tensor, next_tokens: Tensor,

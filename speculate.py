@@ -30,14 +30,13 @@ CUDA Graph. (Steps that choose tokens also read the temperature; their docstring
 
 import argparse
 import codecs
-import gzip
 import json
 import math
+import os
 import shlex
 import statistics
 import sys
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -428,6 +427,11 @@ def compile_step(step: Callable) -> Callable:
     return torch.compile(own, fullgraph=True, dynamic=False, options=options)
 
 
+def bucket(rows: int, length: int) -> int:
+    """Cache rows to read: a power of two from 128 on, at most the cache's length."""
+    return min(length, max(128, 1 << (rows - 1).bit_length()))
+
+
 class Rounds:
     """A machine with buffers for n_rows rows, and the steps of a round on them, ready to be called.
 
@@ -538,11 +542,6 @@ class Emission(NamedTuple):
     ended: bool     # the text has reached its end
 
 
-def bucket(rows: int, length: int) -> int:
-    """Cache rows to read: a power of two from 128 on, at most the cache's length."""
-    return min(length, max(128, 1 << (rows - 1).bit_length()))
-
-
 def refuse_long(prompts: list[list[int]], context: int) -> None:
     for i, prompt in enumerate(prompts):
         if len(prompt) >= context:
@@ -552,25 +551,20 @@ def refuse_long(prompts: list[list[int]], context: int) -> None:
 
 
 @torch.no_grad()
-def generate(m: Machine, prompts: list[list[int]], n_new: int, seed: int = 0,
-             temperature: float = 1.0, first_request: int = 0,
-             rounds: Rounds | None = None) -> Iterator[list[Emission]]:
+def generate(rounds: Rounds, prompts: list[list[int]], n_new: int, seed: int = 0,
+             temperature: float = 1.0, first_request: int = 0) -> Iterator[list[Emission]]:
     """Decode the prompts; yields the emissions of prefill, then of every round.
 
-    All at once, or as many at a time as the given rounds (of m) have rows: one that ends is
-    replaced by the next prompt, which changes no text. The host reads `emit` once a round, and
-    the first token of a prompt.
+    As many at a time as rounds have rows: one that ends is replaced by the next prompt, which
+    changes no text. The host reads `emit` once a round, and the first token of a prompt.
     """
     if n_new == 0:
         yield [Emission(row, [], -1, 0, True) for row in range(len(prompts))]
         return
-    context = m.target.cfg.context
-    n_new = min(n_new, context)
+    m, s, context = rounds.m, rounds.s, rounds.m.target.cfg.context
+    n_rows, n_new = s.pos.size(0), min(n_new, context)
     refuse_long(prompts, context)
-    rounds = rounds or Rounds(m, len(prompts))
-    s = rounds.s
-    n_rows = s.pos.size(0)
-    assert rounds.m is m and n_rows <= len(prompts)
+    assert n_rows <= len(prompts), (n_rows, len(prompts))
     prompt_of, pos, limit, live = ([0] * n_rows for _ in range(4))  # what the host knows of a row
     waiting = iter(range(n_rows, len(prompts)))
     emissions = []
@@ -596,7 +590,7 @@ def generate(m: Machine, prompts: list[list[int]], n_new: int, seed: int = 0,
         rounds.run(rounds.kv_len(max(p for p, alive in zip(pos, live) if alive) + m.n_slots))
         emissions = []
         for row, (count, n_accept, *choice) in enumerate(s.emit.tolist()):
-            if count == 0 or not live[row]:
+            if not live[row]:
                 continue
             first_eot = choice.index(m.eot) if m.eot in choice else m.n_slots
             n_accept = min(n_accept, first_eot + 1)
@@ -644,7 +638,7 @@ def decode(m: Machine, prompts: list[list[int]], n_new: int, seed: int, temperat
     tally = Tally.empty(len(prompts), m.n_slots)
     rounds = rounds or Rounds(m, len(prompts))
     start, before = time.perf_counter(), rounds.prefill_seconds
-    for emissions in generate(m, prompts, n_new, seed, temperature, first_request, rounds):
+    for emissions in generate(rounds, prompts, n_new, seed, temperature, first_request):
         tally.add(emissions)
     tally.seconds_with_prefill = time.perf_counter() - start
     tally.seconds = tally.seconds_with_prefill - (rounds.prefill_seconds - before)
@@ -685,8 +679,8 @@ class Difference(NamedTuple):
     plain: int        # token ids
     speculative: int
     gap: float        # of the plain run's two perturbed logits
-    noise: float      # the largest difference of a block's and single rows' logits on this text,
-                      # or what rounding may do to the largest of them, if that is more
+    noise: float      # the largest difference of a block's and single rows' logits on the last 16
+                      # tokens, or what rounding may do to the largest of them, if that is more
     tie: bool         # moving the two logits by twice the noise makes either token the choice
 
 
@@ -766,12 +760,14 @@ class Screen:
     """
 
     def __init__(self, m: Machine, encoding, prompts: list[str], color: bool):
-        self.m, self.encoding, self.prompts, self.color = m, encoding, prompts, color
-        self.waiting: list[list[str]] = [[] for _ in prompts]
+        self.m, self.encoding, self.color = m, encoding, color
+        n = len(prompts)
+        self.waiting = [[f"\n--- prompt {i} of {n}\n" * (n > 1) + self.paint(text, "prompt")]
+                        for i, text in enumerate(prompts, start=1)]
         self.decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in prompts]
         self.ended = [False] * len(prompts)
         self.row = 0
-        self.show_prompt()
+        self.show()
 
     def paint(self, text: str, who: str) -> str:
         # a model may write control characters; a terminal must not obey them
@@ -795,26 +791,13 @@ class Screen:
 
     def show(self) -> None:
         """Print what the row in turn has, and go on to the next one where it has ended."""
-        while self.row < len(self.prompts):
+        while self.row < len(self.waiting):
             print("".join(self.waiting[self.row]), end="", flush=True)
             self.waiting[self.row].clear()
             if not self.ended[self.row]:
                 return
             print()
             self.row += 1
-            self.show_prompt()
-
-    def show_prompt(self) -> None:
-        n = len(self.prompts)
-        if self.row < n:
-            title = f"\n--- prompt {self.row + 1} of {n}\n" if n > 1 else ""
-            print(title + self.paint(self.prompts[self.row], "prompt"), end="", flush=True)
-
-
-def bars(histogram: list[int]) -> str:
-    """Cumulative acceptance as one line a proposal."""
-    return "\n".join(f"  T{k:<2} {share:6.3f} {'#' * round(40 * share)}"
-                     for k, share in enumerate(cumulative_acceptance(histogram), 1))
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -888,33 +871,29 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def check_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Exit with a message where a value is out of range, or a flag is of another mode."""
-    for bad, message in (
-            (not 1 <= args.mtp_steps < MAX_SLOTS,
-             f"--mtp-steps is {args.mtp_steps}, allowed: 1 to {MAX_SLOTS - 1}"),
-            (args.max_new_tokens < 0,
-             f"--max-new-tokens is {args.max_new_tokens}, it must not be negative"),
-            (args.temperature != 0 and not 1e-3 <= args.temperature <= 1e3,
-             f"--temperature is {args.temperature}, allowed: 0 (greedy), or 0.001 to 1000"),
-            (not 0 <= args.top_k < 2 ** 31,
-             f"--top-k is {args.top_k}, allowed: 0 (off), or 1 to 2^31 - 1"),
-            (not 0 < args.top_p <= 1,
-             f"--top-p is {args.top_p}, allowed: above 0, at most 1 (off)"),
-            (not 0 <= args.seed < 2 ** 63, f"--seed is {args.seed}, allowed: 0 to 2^63 - 1"),
-            (args.threads is not None and args.threads < 1,
-             f"--threads is {args.threads}, it must be positive"),
-            (args.prompt and args.mtp_steps > 1 and args.drafter != "mtp",
-             f"--mtp-steps is {args.mtp_steps}, --drafter {args.drafter}: add --drafter mtp, or "
-             "leave it out"),
-            (args.bench and args.max_new_tokens < 2,
-             f"--max-new-tokens is {args.max_new_tokens}, --bench needs 2 or more"),
-            (args.trace and (args.check or args.compile or args.graph),
-             "--trace shows eager rounds: leave out --check, --compile and --graph"),
-            (min(args.n_prompts, args.repeats, *args.batch) < 1,
-             "--n-prompts, --repeats and --batch must be positive"),
-            (args.against and args.base != parser.get_default("base"),
-             "--against takes the place of --base: leave one out")):
-        if bad:
-            parser.error(message)
+    n, T, n_cores = args.max_new_tokens, args.temperature, os.cpu_count() or 1
+    for name, allowed, fits in (
+            ("mtp_steps", f"1 to {MAX_SLOTS - 1}", 1 <= args.mtp_steps < MAX_SLOTS),
+            ("max_new_tokens", "0, with --bench 2, or more", n >= (2 if args.bench else 0)),
+            ("temperature", "0 (greedy), or 0.001 to 1000", T == 0 or 1e-3 <= T <= 1e3),
+            ("top_k", "0 (off), or 1 to 2^31 - 1", 0 <= args.top_k < 2 ** 31),
+            ("top_p", "above 0, at most 1 (off)", 0 < args.top_p <= 1),
+            ("seed", "0 to 2^63 - 1", 0 <= args.seed < 2 ** 63),
+            ("threads", f"1 to {n_cores}, as many as there are cores",
+             args.threads is None or 1 <= args.threads <= n_cores),
+            ("n_prompts", "1 or more", args.n_prompts > 0),
+            ("repeats", "1 or more", args.repeats > 0),
+            ("batch", "1 or more", min(args.batch) > 0)):
+        if not fits:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}, allowed: {allowed}")
+    drafters = [args.drafter] if args.prompt else args.drafters or ["mtp"]
+    if args.mtp_steps > 1 and "mtp" not in drafters:
+        parser.error(f"--mtp-steps is {args.mtp_steps}, the drafters are {', '.join(drafters)}: "
+                     "name mtp, or leave it out")
+    if args.trace and (args.check or args.compile or args.graph not in (None, "off")):
+        parser.error("--trace shows eager rounds: leave out --check, --compile and --graph")
+    if args.against and args.base != parser.get_default("base"):
+        parser.error("--against takes the place of --base: leave one out")
     flags = {"--prompt": ("drafter", "temperature", "argmax_drafts", "check", "trace", "no_color"),
              "--bench": ("drafters", "prompts", "n_prompts", "batch", "repeats"),
              "--paired": ("paired", "base", "against")}
@@ -983,7 +962,7 @@ def run_prompt(args: argparse.Namespace) -> int:
     if color:
         print("  ".join(f"{COLORS[who]}{LEGEND[who]}{RESET}" for who in LEGEND))
     screen, tally = Screen(m, encoding, args.prompt, color), Tally.empty(len(prompts), m.n_slots)
-    for emissions in generate(m, *settings, rounds=rounds):
+    for emissions in generate(rounds, *settings):
         tally.add(emissions)
         screen.add(emissions)
     plain = rounds if m.n_slots == 1 else make_rounds(plain_of(m), len(prompts), args, longest)
@@ -1020,7 +999,7 @@ def run_trace(m: Machine, encoding, settings: tuple) -> None:
     m = replace(m, drafts=[])
     rounds, before = Rounds(m, 1), None
     prompts, *rest = settings
-    for emissions in generate(m, prompts[:1], *rest, rounds=rounds):
+    for emissions in generate(rounds, prompts[:1], *rest):
         s = rounds.s
         if before is not None:
             trace_round(m, s, encoding, *before, emissions[0])
@@ -1046,20 +1025,19 @@ def trace_round(m: Machine, s: RoundState, encoding, a: int, pos: int, e: Emissi
     for j in range(1, m.n_slots):
         token, own = s.block[0, j].item(), choice[j - 1]
         if j <= e.n_accept:
-            verdict = "accepted" if j <= n_kept else "accepted, and cut off by a stop"
+            fate = "accepted" if j <= n_kept else "accepted, and cut off by a stop"
         elif j == n_kept:
-            verdict = "rejected: the target's own token is emitted"
+            fate = "rejected: the target's own token is emitted"
         else:
-            verdict = "not reached"
+            fate = "not reached"
         who = {"mtp": "MTP", "dflash": "DFlash"}[proposer(m, j)]
         print(f"  T{j:<4} {who:12} {show(token):18} {q[j - 1, token]:5.2f}   {show(own):18} "
-              f"{p[j - 1, own]:5.2f}   {verdict}")
+              f"{p[j - 1, own]:5.2f}   {fate}")
     if e.n_accept == K and n_kept == m.n_slots:
         bonus = "the bonus after a whole block" if K else "plain decoding: one token a round"
         print(f"  {'':5} {'':12} {'':18} {'':5}   {show(choice[K]):18} {p[K, choice[K]]:5.2f}   "
               f"{bonus}")
-    caches = [name for name, there in (("target", True), ("MTP", m.mtp), ("DFlash", m.drafter))
-              if there]
+    caches = ["target"] + ["MTP"] * (m.mtp is not None) + ["DFlash"] * (m.drafter is not None)
     stale = m.n_slots - n_kept
     print(f"  emitted {n_kept}: {' '.join(show(t) for t in e.tokens)}\n"
           f"  caches of {', '.join(caches)}: valid rows {pos} -> {pos + n_kept}"
@@ -1078,7 +1056,9 @@ def print_acceptance(m: Machine, args: argparse.Namespace, tally: Tally) -> None
           "share of rounds whose T1 was accepted\n"
           f"  distinct 4-grams   {distinct_4grams(tally.texts):5.2f}   "
           "of all runs of four tokens; a text that repeats itself is easy to draft")
-    print(f"accepted up to Tk, share of rounds\n{bars(histogram)}")
+    print("accepted up to Tk, share of rounds")
+    for k, share in enumerate(cumulative_acceptance(histogram), 1):
+        print(f"  T{k:<2} {share:6.3f} {'#' * round(40 * share)}")
 
 
 def print_speed(all_rounds: dict[str, Rounds], args: argparse.Namespace, settings: tuple) -> None:
@@ -1112,22 +1092,19 @@ def print_check(plain: Rounds, args: argparse.Namespace, settings: tuple, tally:
     if not found:
         print(f"check     identical to plain decoding: {n} tokens, {args.dtype}")
     for d in found:
-        verdict = "a near tie" if d.tie else "MISMATCH"
+        fate = "a near tie" if d.tie else "MISMATCH"
         print(f"check     prompt {d.row + 1} differs from plain decoding at token {d.index + 1}: "
               f"{d.speculative} for {d.plain}, gap {d.gap:.2e}, "
-              f"block against row {d.noise:.2e}: {verdict}")
+              f"block against row {d.noise:.2e}: {fate}")
     return int(any(not d.tie for d in found))
 
 
 # ----------------------------------------------------------------------------------------------
 # --bench
 
-
 # temperature, and whether drafts are coupled (which changes nothing when greedy)
 MODES = {"T = 1 coupled": (1.0, True), "T = 1 argmax": (1.0, False), "greedy": (0.0, True)}
 STAGES_MODE = "T = 1 coupled"
-
-
 PROMPT, DOCUMENT = 64, 192  # tokens of a prompt cut from a text, and of that text at least
 
 
@@ -1154,10 +1131,7 @@ def read_requests(path: Path, encoding, n: int, longest: int) -> list[Request]:
     PROMPT tokens at n evenly spaced places.
     """
     with prepare.open_text(path) as file:
-        try:
-            content = file.read()
-        except (UnicodeDecodeError, EOFError, gzip.BadGzipFile, zlib.error) as e:
-            raise ValueError(f"{path} cannot be read ({e})") from e
+        content = file.read()
     requests = []
     if not prepare.is_jsonl(path):
         tokens = encoding.encode_ordinary(content)
@@ -1173,7 +1147,7 @@ def read_requests(path: Path, encoding, n: int, longest: int) -> list[Request]:
             record = json.loads(line)
             turns = [record["prompt"]] if "prompt" in record else record.get("turns")
             if turns is not None:
-                if not isinstance(turns, list) or not turns:
+                if not isinstance(turns, list):
                     raise ValueError("turns is not a list of texts")
                 first, *more = (encoding.encode_ordinary(turn) for turn in turns)
                 requests.append(Request(first[-longest:] or [encoding.eot_token],
@@ -1276,7 +1250,7 @@ def stage_times(m: Machine, prompts: list[list[int]], temperature: float,
     timed.clock = {}
     for rounds in (timed, whole):
         ends = [time.perf_counter()
-                for _ in generate(m, prompts, context, args.seed, temperature, 0, rounds)]
+                for _ in generate(rounds, prompts, context, args.seed, temperature)]
     seconds = [b - a for a, b in pairwise(ends)]  # of the whole ones, the last
     n = min(DROPPED, len(seconds) // 2)
     stages = {name: 1e3 * statistics.median(times[n:] or times)
@@ -1431,6 +1405,7 @@ def print_stages(args: argparse.Namespace, rows: list[dict], machines: dict[str,
                  requests: list[Request]) -> None:
     """Where the time of a round goes; the rows in STAGES_MODE get what is printed of them."""
     machines = {"plain": plain_of(next(iter(machines.values())))} | machines
+    row_of_method = {(row["drafter"], row["mode"], row["batch"]): row for row in rows}
     print(f"\nms a round, medians at {STAGES_MODE}, end-of-text ignored, to the end of the context,"
           f" first {DROPPED} rounds dropped (half of a few) | round: whole, with no clock inside\n"
           "reads: bytes of weights over a plain step's | expected: length / (round / plain step) | "
@@ -1445,10 +1420,8 @@ def print_stages(args: argparse.Namespace, rows: list[dict], machines: dict[str,
             times = stage_times(in_mode(m, STAGES_MODE), prompts, MODES[STAGES_MODE][0], args)
             plain = plain or times
             ratio, reads = times["round"] / plain["round"], weight_reads(m)
-            row = next((row for row in rows if (row["drafter"], row["mode"], row["batch"])
-                        == (label, STAGES_MODE, batch)), None)
             ends = ""
-            if row:
+            if row := row_of_method.get((label, STAGES_MODE, batch)):
                 expected = row["acceptance_length"] / ratio
                 row |= {"stages_ms": times, "plain_stages_ms": plain, "reads": reads,
                         "expected_factor": expected}
@@ -1464,11 +1437,10 @@ def run_paired(args: argparse.Namespace) -> int:
     theirs = [read_rows(folder) for folder in args.against] or ours
     refuse_unpaired(args, ours, theirs)
     methods = [key for key in ours[0] if all(key in rows for rows in ours + theirs)]
-    if not any(label == args.base for _, label in methods) and not args.against:
+    names = list(dict.fromkeys(label for _, label in methods))
+    if not names or not (args.against or args.base in names):
         raise ValueError(f"--base is {args.base}, all of these folders have: "
-                         + (", ".join(dict.fromkeys(label for _, label in methods)) or "nothing"))
-    if not methods:
-        raise ValueError("these folders have no method in common: give --bench the same --drafters")
+                         f"{', '.join(names) or 'no method in common'}")
     mean, row = statistics.fmean, ours[0][methods[0]]
     pairs = args.against or [args.base] * len(ours)
     print(f"{row['measured']}, {row['dtype']}\n"
@@ -1486,18 +1458,17 @@ def run_paired(args: argparse.Namespace) -> int:
             base = [rows[mode, label if args.against else args.base][name] for rows in theirs]
             found = interval([x - y for x, y in zip(own, base)])
             width = "" if found["half_width"] is None else f"+- {found['half_width']:.3f}"
-            change = found["mean"] / mean(base) if mean(base) else math.nan
+            change = f"{found['mean'] / mean(base):+.1%}" if mean(base) else "-"
             print(f"{mode:14} {label:14} {mean(own):7.3f} {mean(base):7.3f} {found['mean']:+7.3f} "
-                  f"{width:9} {change:+9.1%}  {verdict(found)}".rstrip())
+                  f"{width:9} {change:>9}  {verdict(found)}".rstrip())
     return 0
 
 
 def refuse_unpaired(args: argparse.Namespace, ours: list[dict], theirs: list[dict]) -> None:
     """ValueError for folders that are not measured alike, or not one for one."""
     for folders in (args.paired, args.against):
-        if twice := [f for i, f in enumerate(folders) if f.resolve() in
-                     [x.resolve() for x in folders[:i]]]:
-            raise ValueError(f"{twice[0]} is given twice: name each folder once")
+        if len({folder.resolve() for folder in folders}) < len(folders):
+            raise ValueError(f"{', '.join(map(str, folders))}: name each folder once")
     if len(ours) != len(theirs):
         raise ValueError(f"--paired has {len(ours)} folders, --against {len(theirs)}: give as many")
     own, base = ([next(iter(rows.values())) for rows in side] for side in (ours, theirs))
@@ -1531,7 +1502,7 @@ def read_rows(folder: Path) -> dict[tuple[str, str], dict]:
 
 def main(argv: list[str] | None = None) -> int:
     prepare.never_fail_to_print()
-    args = parse_args(argv)
+    args, began = parse_args(argv), time.time()
     try:
         if args.paired:
             return run_paired(args)
@@ -1544,9 +1515,9 @@ def main(argv: list[str] | None = None) -> int:
               file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\nstopped" + (f"; the rows so far are in {args.out / 'bench.part.json'}"
-                             if args.bench and (args.out / "bench.part.json").exists() else ""),
-              file=sys.stderr)
+        part = args.out / "bench.part.json"
+        kept = args.bench and part.exists() and part.stat().st_mtime >= began
+        print("\nstopped" + f"; the rows so far are in {part}" * kept, file=sys.stderr)
         return 130
 
 

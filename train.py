@@ -325,8 +325,7 @@ def train(stage: Stage, recipe: Recipe, data: prepare.Dataset, path: Path, state
         for optimizer, saved in zip(optimizers, state["training"]["optimizers"]):
             optimizer.load_state_dict(saved)
     is_first = process()[0] == 0  # which alone writes
-    if is_first:
-        start_log(path.parent, name, first_step)
+    start_log(path.parent, name, first_step)
     log_every, eval_every = max(1, recipe.steps // 60), min(max(1, recipe.steps // 4), 1000)
     measures: dict[str, float] = {}
     seconds, since = 0.0, first_step
@@ -350,15 +349,13 @@ def train(stage: Stage, recipe: Recipe, data: prepare.Dataset, path: Path, state
                 speed = (done - since) * recipe.batch * T / seconds
                 seconds, since = 0.0, done
                 bar.set_postfix_str(describe_measures(shown, 3) + f" | tokens/s {speed:.0f}")
-                if is_first:
-                    log(path.parent, {"stage": name, "step": done, **shown,
-                                      "tokens_per_s": round(speed)})
+                log(path.parent, {"stage": name, "step": done, **shown,
+                                  "tokens_per_s": round(speed)})
             if judge:
                 measures = evaluate(stage, held_out, recipe)
                 refuse_non_finite(measures, done, path)
                 bar.write(f"step {done:5d} | " + describe_measures(measures, 4))
-                if is_first:
-                    log(path.parent, {"stage": name, "step": done, "eval": measures})
+                log(path.parent, {"stage": name, "step": done, "eval": measures})
             stop = ctrl_c.anywhere()
             if judge or stop:
                 refuse_non_finite({"loss": loss.item(), "gradient norm": norm.item()}, done, path)
@@ -408,7 +405,7 @@ def describe_measures(measures: dict[str, float], digits: int) -> str:
 def start_log(out: Path, name: str, step: int) -> None:
     """Drop from out/log.jsonl what a stage wrote after `step`: it will be written again."""
     path = out / "log.jsonl"
-    if path.exists():
+    if path.exists() and process()[0] == 0:
         try:
             lines = [json.loads(line) for line in path.read_text().splitlines()]
             kept = [line for line in lines if line["stage"] != name or line["step"] <= step]
@@ -420,6 +417,9 @@ def start_log(out: Path, name: str, step: int) -> None:
 
 
 def log(out: Path, line: dict) -> None:
+    """Add a line to out/log.jsonl, if this is the first process."""
+    if process()[0]:
+        return
     with open(out / "log.jsonl", "a") as f:
         f.write(json.dumps(line) + "\n")
 
@@ -586,13 +586,16 @@ def make_recipe(args: argparse.Namespace, defaults: Defaults, steps: int | None,
                   momentum=defaults.momentum, beta1=defaults.beta1 if muon else 0.9)
 
 
-def earlier_run(path: Path, kind: str, settings: dict, args: argparse.Namespace) -> dict:
-    """The checkpoint to go on from, or {} to start; ValueError if one is in the way."""
+def earlier_run(path: Path, kind: str, settings: dict,
+                args: argparse.Namespace) -> dict | None:
+    """The checkpoint to go on from; {} to start, None if done. ValueError if one is in the way."""
     if not path.exists() or (args.overwrite and not args.resume):
         return {}
     checkpoint = load_checkpoint(path, kind, "python train.py --overwrite --out "
                                  + shlex.quote(str(path.parent)))
     differ = differing(checkpoint.get("settings", {}), settings)
+    if "training" not in checkpoint:
+        differ = "it was made by other code"
     if differ and args.overwrite:
         return {}
     if differ:
@@ -601,6 +604,9 @@ def earlier_run(path: Path, kind: str, settings: dict, args: argparse.Namespace)
     if checkpoint["training"] and not args.resume:
         raise ValueError(f"{path} stopped at step {checkpoint['training']['step']}: "
                          "go on with --resume, or start again with --overwrite")
+    if not checkpoint["training"]:
+        print(f"{kind:10}{path} is there, trained with these settings: used as it is")
+        return None
     return checkpoint
 
 
@@ -619,6 +625,21 @@ def pick_size(args: argparse.Namespace, data: prepare.Dataset, device: torch.dev
     return args.size or ("10m" if large else "tiny")
 
 
+def keep_freed_memory() -> None:
+    """Let the C library (glibc; elsewhere nothing happens) keep what a step frees for the next one:
+    pages that go back to the system are cleared before it lends them again."""
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: never give the heap's end back
+        libc.mallopt(-4, 0)   # M_MMAP_MAX: how many blocks may lie outside the heap
+
+
+def describe(recipe: Recipe, T: int) -> str:
+    n = recipe.steps * recipe.batch * T
+    return (f"{recipe.optimizer}, {recipe.steps} steps of {recipe.batch} windows of {T} tokens "
+            f"({n / 1e6:.2f}M), peak lr {recipe.lr:g}, {recipe.dtype}, seed {recipe.seed}")
+
+
 def run_target(args: argparse.Namespace, data: prepare.Dataset, device: torch.device) -> None:
     """The first stage: out/target.pt, trained here unless it is there."""
     size = pick_size(args, data, device)
@@ -628,8 +649,7 @@ def run_target(args: argparse.Namespace, data: prepare.Dataset, device: torch.de
     settings |= asdict(mtp_loss) | asdict(recipe)
     path = args.out / "target.pt"
     state = earlier_run(path, "target", settings, args)
-    if state and not state["training"]:
-        print(f"target    {path} is there, trained with these settings: used as it is")
+    if state is None:
         return
     torch.manual_seed(args.seed)
     target, mtp = Llama(cfg), MTP(cfg)
@@ -640,22 +660,18 @@ def run_target(args: argparse.Namespace, data: prepare.Dataset, device: torch.de
     why = "" if args.size else " (the default: 10m with a GPU and 8192 tokens, else tiny)"
     print(f"target    {size}{why}, {n_target / 1e6:.2f}M parameters, and {n_mtp / 1e6:.2f}M of the "
           f"MTP head, trained with loss {args.mtp_loss}")
-    print(f"recipe    {describe(recipe, cfg.context)}")
     stage = Stage(target.to(device), mtp.to(device), mtp_loss, drafter=None)
-    if args.compile:
-        compile_blocks(target, mtp)
-    start = time.perf_counter()
     state = state or {"settings": settings, "size": size, "data": args.data,
                       "tokenizer": data.tokenizer}
-    measures = train(stage, recipe, data, path, state, args.micro_batch)
-    report(f"target with MTP head ({args.mtp_loss})", measures, time.perf_counter() - start)
+    run_stage(args, stage, recipe, data, path, state, f"target with MTP head ({args.mtp_loss})")
 
 
 def run_drafter(args: argparse.Namespace, data: prepare.Dataset, device: torch.device) -> None:
     """The second stage: out/NAME.pt for the target of out/target.pt."""
     target, mtp, checkpoint = load_target(args.out)
     if checkpoint["training"]:
-        raise ValueError(f"{args.out / 'target.pt'} is not fully trained: go on with --resume")
+        raise ValueError(f"{args.out / 'target.pt'} is not fully trained: go on with it first, by "
+                         "--stage target --resume")
     if checkpoint["tokenizer"] != data.tokenizer:
         raise ValueError(f"{args.out / 'target.pt'} has another tokenizer than {args.data}: "
                          "name the data that it was trained on with --data")
@@ -674,22 +690,32 @@ def run_drafter(args: argparse.Namespace, data: prepare.Dataset, device: torch.d
         settings["init_from"] = start_from(args.init_from, drafter, checkpoint["fingerprint"])
     settings |= asdict(recipe)
     state = earlier_run(path, "drafter", settings, args)
-    if state and not state["training"]:
-        print(f"drafter   {path} is there, trained with these settings: used as it is")
+    if state is None:
         return
     if state:
         drafter.load_state_dict(state["drafter"])
     n = sum(p.numel() for p in drafter.parameters())
     print(f"drafter   {args.drafter}, {n / 1e6:.2f}M parameters, {args.labels} labels: {arm.about}")
-    print(f"recipe    {describe(recipe, target.cfg.context)}")
     stage = Stage(target.to(device), mtp.to(device), None, drafter.to(device))
-    if args.compile:
-        compile_blocks(target, mtp)  # the drafter's groups of blocks have too many shapes
-    start = time.perf_counter()
     state = state or {"settings": settings, "name": args.drafter,
                       "target_fingerprint": checkpoint["fingerprint"]}
+    run_stage(args, stage, recipe, data, path, state, f"drafter {args.drafter}")
+
+
+def run_stage(args: argparse.Namespace, stage: Stage, recipe: Recipe, data: prepare.Dataset,
+              path: Path, state: dict, title: str) -> None:
+    """Train a stage to its end, and print its measures. ValueError where --compile cannot."""
+    print(f"recipe    {describe(recipe, stage.target.cfg.context)}")
+    if args.compile:
+        # all layers of target and head at once, as they are one piece of code; what is around
+        # them gains little, and the drafter's groups of blocks have too many shapes
+        check_compiler(next(stage.target.parameters()).device)
+        for module in [*stage.target.modules(), *stage.mtp.modules()]:
+            if isinstance(module, Block):
+                module.compile()
+    start = time.perf_counter()
     measures = train(stage, recipe, data, path, state, args.micro_batch)
-    report(f"drafter {args.drafter}", measures, time.perf_counter() - start)
+    report(title, measures, time.perf_counter() - start)
 
 
 # ----------------------------------------------------------------------------------------------
@@ -729,12 +755,13 @@ COMPARED = {
 }
 
 
-# ----------------------------------------------------------------------------------------------
-# paired differences
-
-
 def baseline_of(arms: list[str]) -> str:
     return "standard" if "standard" in arms else arms[0]
+
+
+def with_head(arms: list[str]) -> list[str]:
+    """The arms that train the head. What a step of the others costs is no cost of doing without."""
+    return [arm for arm in arms if COMPARED[arm].loss.weight > 0]
 
 
 def paired(runs: list[dict], arms: list[str], seeds: range) -> dict:
@@ -745,10 +772,6 @@ def paired(runs: list[dict], arms: list[str], seeds: range) -> dict:
                                       for seed in seeds]) for m in MEASURES}
                    for arm in arms if arm != base}
             for file in dict.fromkeys(run["file"] for run in runs)}
-
-
-# ----------------------------------------------------------------------------------------------
-# texts to judge on, the memory of a loss, compare.json
 
 
 def read_eval(names: list[str]) -> dict[str, Path]:
@@ -774,28 +797,21 @@ def encode_file(path: Path, tokenizer: dict) -> np.ndarray:
     return np.array(ids, dtype=np.uint16)
 
 
-class Held:
-    """One tensor as the graph keeps it: gone when that part of the graph is."""
-
-    def __init__(self, x: Tensor):
-        self.x = x
-
-
 def saved_bytes(make_total: Callable[[], Tensor]) -> int:
     """Bytes that autograd holds for the backward of make_total(), each storage once; weights that
     it needs are among them."""
-    alive = weakref.WeakSet()
+    alive = weakref.WeakValueDictionary()  # what is still held when the graph is whole
 
-    def pack(x: Tensor) -> Held:
-        held = Held(x.detach())  # subtle: an output that its own node saves would be a cycle
-        alive.add(held)
+    def pack(x: Tensor) -> Tensor:
+        held = x.detach()  # subtle: an output that its own node saves would be a cycle
+        alive[id(held)] = held
         return held
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.x):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held):
         total = make_total()
     assert total.requires_grad
-    storages = {held.x.untyped_storage().data_ptr(): held.x.untyped_storage() for held in alive}
-    return sum(storage.nbytes() for storage in storages.values())
+    storages = [x.untyped_storage() for x in alive.values()]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def load_result(path: Path) -> dict:
@@ -804,9 +820,7 @@ def load_result(path: Path) -> dict:
         return {}
     try:
         result = json.loads(path.read_text())
-        for run in result["runs"]:
-            run["arm"], run["seed"], run["file"]
-        dict(result["settings"])
+        result["settings"], result["runs"]
     except (ValueError, KeyError, TypeError) as e:
         raise ValueError(f"{path} is not of this project, or was cut short: start again with "
                          "--overwrite, or choose another --out") from e
@@ -819,7 +833,7 @@ def load_result(path: Path) -> dict:
 
 def says(arm: str, measure: str) -> bool:
     """Whether a measure of an arm says anything: of an untrained head only next_loss does."""
-    return measure == "next_loss" or COMPARED[arm].loss.weight > 0
+    return measure == "next_loss" or arm in with_head([arm])
 
 
 def mean_table(runs: list[dict], file: str, arms: list[str], seeds: range) -> str:
@@ -900,6 +914,8 @@ def report_comparison(result: dict, arms: list[str], seeds: range) -> None:
                  "not resolved: it holds 0. Chart: | mean, - interval, : zero" if n > 1 else
                  "\n(one seed has no interval). Chart: | difference, : zero"))
         print(difference_table(differences, base))
+    if not result["cost"]:
+        return
     n_windows = min(batch, settings["micro_batch"] or batch)
     print(f"\ncost of training: {batch} windows of {T} tokens a step, {settings['dtype']}, "
           f"{result['cost_on']}\n"
@@ -907,11 +923,7 @@ def report_comparison(result: dict, arms: list[str], seeds: range) -> None:
           "the mean change of a turn's speed\nand its 95% interval | peak: what a GPU's allocator "
           "gave out at most in a step | saved: what\nautograd holds for the backward pass of "
           f"{n_windows} windows, weights included, each storage once")
-    print(cost_table(result["cost"], base))
-
-
-# ----------------------------------------------------------------------------------------------
-# ... and their runs
+    print(cost_table(result["cost"], baseline_of(list(result["cost"]))))
 
 
 def run_compare(args: argparse.Namespace, data: prepare.Dataset, device: torch.device) -> None:
@@ -940,13 +952,15 @@ def run_compare(args: argparse.Namespace, data: prepare.Dataset, device: torch.d
     print(f"compare   {size}, n = {len(seeds)} seeds of each: {', '.join(args.compare)}")
     print(f"recipe    {describe(recipe, cfg.context)} and on")
     result = result or {"settings": settings, "runs": []}
-    save_json(path, result)
+    if not path.exists():
+        save_json(path, result)  # that nothing can be written here shows now
     with CtrlC() as ctrl_c:
         run_arms(args, seeds, cfg, recipe, data.train, held_out, path, result, ctrl_c)
         result["baseline"] = baseline_of(args.compare)
         result["paired"] = paired(result["runs"], args.compare, seeds)
-        if list(result.get("cost", {})) != args.compare:
-            result["cost"] = measure_costs(args, cfg, recipe, data.train, device, ctrl_c)
+        arms = with_head(args.compare)
+        if "cost" not in result or list(result["cost"]) != arms:
+            result["cost"] = measure_costs(args, arms, cfg, recipe, data.train, device, ctrl_c)
             result["cost_on"] = describe_device(device)
     save_json(path, result)
     report_comparison(result, args.compare, seeds)
@@ -962,41 +976,34 @@ def run_arms(args: argparse.Namespace, seeds: range, cfg: Config, recipe: Recipe
     runs = [(seed, arm) for seed in seeds for arm in args.compare]
     finished = {(run["seed"], run["arm"]) for run in result["runs"]}
     left = [run for run in runs if run not in finished]
-    n_done = len(runs) - len(left)
+    n_done, log_every = len(runs) - len(left), max(1, recipe.steps // 60)
     with tqdm(total=len(runs) * recipe.steps, initial=n_done * recipe.steps, unit="step",
               disable=None, dynamic_ncols=True) as bar:
         for seed, arm in left:
+            title, own = f"{arm}, seed {seed}", replace(recipe, seed=seed)
             stage = start_arms([arm], cfg, seed, held_out["val"].device)[0]
-            own = replace(recipe, seed=seed)
-            train_arm(stage, own, tokens, args.micro_batch, f"{arm}, seed {seed}", path, bar,
-                      ctrl_c)
+            optimizers = make_optimizers(stage.trained, own)
+            for step in range(own.steps):
+                measure = step % log_every == 0 or step + 1 == own.steps
+                loss, shown, norm = train_step(stage, own, optimizers, tokens, step,
+                                               args.micro_batch, measure)
+                bar.update()
+                if measure:
+                    checked = shown | {"loss": loss.item(), "gradient norm": norm.item()}
+                    refuse_non_finite(checked, step + 1, path, f"{title}: ")
+                    bar.set_postfix_str(f"{title} | next_loss {shown['next_loss']:.3f}")
+                # a finished run is judged and kept first
+                if ctrl_c.anywhere() and step + 1 < own.steps:
+                    raise KeyboardInterrupt(f"stopped in the run of {title}; {path} has those "
+                                            "before")
             for name, windows in held_out.items():
                 measures = evaluate(stage, windows, own)
-                refuse_non_finite(measures, own.steps, path, f"{arm}, seed {seed}, {name}: ")
+                refuse_non_finite(measures, own.steps, path, f"{title}, {name}: ")
                 result["runs"].append({"arm": arm, "seed": seed, "file": name, **measures})
                 if name == "val":
                     bar.write(f"{arm:10} seed {seed} | " + describe_measures(
                         {m: measures[m] for m in MEASURES[:4]}, 4))
             save_json(path, result)
-
-
-def train_arm(stage: Stage, recipe: Recipe, tokens: np.ndarray, micro_batch: int | None,
-              title: str, path: Path, bar: tqdm, ctrl_c: CtrlC) -> None:
-    """One run of the recipe, from the start to the end. KeyboardInterrupt if asked before."""
-    optimizers = make_optimizers(stage.trained, recipe)
-    log_every = max(1, recipe.steps // 60)
-    for step in range(recipe.steps):
-        last = step + 1 == recipe.steps
-        measure = step % log_every == 0 or last
-        loss, shown, norm = train_step(stage, recipe, optimizers, tokens, step, micro_batch,
-                                       measure)
-        bar.update()
-        if measure:
-            checked = shown | {"loss": loss.item(), "gradient norm": norm.item()}
-            refuse_non_finite(checked, step + 1, path, f"{title}: ")
-            bar.set_postfix_str(f"{title} | next_loss {shown['next_loss']:.3f}")
-        if ctrl_c.anywhere() and not last:  # a finished run is judged and kept first
-            raise KeyboardInterrupt(f"stopped in the run of {title}; {path} has those before")
 
 
 def start_arms(arms: list[str], cfg: Config, seed: int, device: torch.device) -> list[Stage]:
@@ -1007,15 +1014,17 @@ def start_arms(arms: list[str], cfg: Config, seed: int, device: torch.device) ->
     return [Stage(target, mtp, x.loss, drafter=None, max_logits=x.max_logits) for x in settings]
 
 
-def measure_costs(args: argparse.Namespace, cfg: Config, recipe: Recipe, tokens: np.ndarray,
-                  device: torch.device, ctrl_c: CtrlC) -> dict[str, dict]:
+def measure_costs(args: argparse.Namespace, arms: list[str], cfg: Config, recipe: Recipe,
+                  tokens: np.ndarray, device: torch.device, ctrl_c: CtrlC) -> dict[str, dict]:
     """{arm: tokens/s, its ratio to the baseline, bytes}: steps of all arms in turn, as one process.
 
     All arms train the same models, for no value of a weight changes what a step costs. Turns go
     forwards and backwards through the arms, the first one is a warm-up. peak_bytes is the most
     that a GPU's allocator gave out in a step, None on a CPU.
     """
-    arms, on_gpu = args.compare, device.type == "cuda"
+    if not arms:
+        return {}
+    on_gpu = device.type == "cuda"
     stages = dict(zip(arms, start_arms(arms, cfg, recipe.seed, device)))
     optimizers = make_optimizers(stages[arms[0]].trained, recipe)
     speeds, cost = {arm: [] for arm in arms}, {arm: {"peak_bytes": None} for arm in arms}
@@ -1045,34 +1054,6 @@ def measure_costs(args: argparse.Namespace, cfg: Config, recipe: Recipe, tokens:
         cost[arm]["tokens_per_s"] = statistics.median(speeds[arm])
         cost[arm]["ratio"] = interval([a / b for a, b in zip(speeds[arm], base)])
     return cost
-
-
-def compile_blocks(*models: nn.Module) -> None:
-    """Compile their decoder layers in place, all at once, as they are one piece of code; what is
-    around them gains little. ValueError where torch.compile cannot."""
-    check_compiler(next(models[0].parameters()).device)
-    for model in models:
-        for module in model.modules():
-            if isinstance(module, Block):
-                module.compile()
-
-
-def keep_freed_memory() -> None:
-    """Let the C library keep what a step frees for the next one (glibc; elsewhere nothing happens).
-
-    By default it gives large tensors back to the system, which clears their pages before it lends
-    them again: a step of 6m on two cores takes a fifth longer so.
-    """
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: never give the heap's end back
-        libc.mallopt(-4, 0)   # M_MMAP_MAX: how many blocks may lie outside the heap
-
-
-def describe(recipe: Recipe, T: int) -> str:
-    n = recipe.steps * recipe.batch * T
-    return (f"{recipe.optimizer}, {recipe.steps} steps of {recipe.batch} windows of {T} tokens "
-            f"({n / 1e6:.2f}M), peak lr {recipe.lr:g}, {recipe.dtype}, seed {recipe.seed}")
 
 
 def check_init_from(args: argparse.Namespace) -> None:

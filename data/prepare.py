@@ -45,6 +45,7 @@ import urllib.request
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -270,10 +271,22 @@ def list_files(names: list[str]) -> list[Path]:
     return paths
 
 
-def open_text(path: Path) -> TextIO:
-    """A text to read, plain or .gz; a byte order mark is skipped."""
+@contextmanager
+def open_text(path: Path) -> Iterator[TextIO]:
+    """A text to read, plain or .gz, after its byte order mark; ValueError for what goes wrong
+    meanwhile, with the file's name."""
     packed = path.name.lower().endswith(".gz")
-    return (gzip.open if packed else open)(path, "rt", encoding="utf-8-sig")
+    try:
+        with (gzip.open if packed else open)(path, "rt", encoding="utf-8-sig") as file:
+            yield file
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 (byte 0x{error.object[error.start]:02x}): "
+                         "convert it, or leave it out") from error
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{path} is not a whole gzip file ({error}): fetch or pack it "
+                         "again") from error
+    except ValueError as error:
+        raise ValueError(f"{path}, {error}") from error
 
 
 def is_jsonl(path: Path) -> bool:
@@ -281,20 +294,10 @@ def is_jsonl(path: Path) -> bool:
 
 
 def read_files(paths: list[Path]) -> Iterator[Part]:
-    """The documents of .txt and .jsonl files; ValueError names a file that cannot be read."""
+    """The documents of .txt and .jsonl files."""
     for path in paths:
-        opened = open_text(path)
-        try:
-            with opened as file:
-                yield from (read_jsonl if is_jsonl(path) else read_txt)(file)
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is not UTF-8 (byte 0x{error.object[error.start]:02x}): "
-                             "convert it, or leave it out") from error
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise ValueError(f"{path} is not a whole gzip file ({error}): fetch or pack it "
-                             "again") from error
-        except ValueError as error:
-            raise ValueError(f"{path}, {error}") from error
+        with open_text(path) as file:
+            yield from (read_jsonl if is_jsonl(path) else read_txt)(file)
 
 
 def read_txt(file) -> Iterator[Part]:

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def folder(tmp_path_factory):
     out = root / "out"
     out.mkdir()
     whole = target_checkpoint(target, mtp, tokenizer)
-    whole |= {"training": {}, "data": str(root / "data"), "settings": {}}
+    whole |= {"training": {}, "size": "tiny", "data": str(root / "data"), "settings": {}}
     save_checkpoint(out / "target.pt", whole)
     for name in ("dflash", "dmtp"):
         drafter = small_drafter(CFG, name).float()
@@ -130,7 +131,8 @@ def test_mistakes_end_in_one_line_that_says_what_to_do(run, flags, words):
                                    ["--top-k", str(2 ** 31)], ["--temperature", "1e+39"],
                                    ["--temperature", "-1"], ["--temperature", "nan"],
                                    ["--mtp-steps", "0"], ["--mtp-steps", "99"], ["--seed", "-1"],
-                                   ["--max-new-tokens", "-1"], ["--threads", "0"]])
+                                   ["--max-new-tokens", "-1"], ["--threads", "0"],
+                                   ["--threads", "100000"], ["--threads", str(10 ** 11)]])
 def test_bad_numbers_are_refused_with_the_flag_and_what_is_allowed(run, capsys, flags):
     with pytest.raises(SystemExit) as stop:
         run("--prompt", "x", *flags)
@@ -144,7 +146,8 @@ def test_bad_numbers_are_refused_with_the_flag_and_what_is_allowed(run, capsys, 
     (["--bench", "--check"], "--check goes with --prompt"),
     (["--prompt", "x", "--drafters", "dflash"], "--drafters goes with --bench alone"),
     (["--prompt", "x", "--batch", "4"], "--batch goes with --bench"),
-    (["--prompt", "x", "--mtp-steps", "4"], "--mtp-steps is 4, --drafter dmtp: add --drafter mtp"),
+    (["--prompt", "x", "--mtp-steps", "4"], "--mtp-steps is 4, the drafters are dmtp: name mtp"),
+    (["--bench", "--drafters", "dmtp", "dflash", "--mtp-steps", "3"], "are dmtp, dflash: name mtp"),
     (["--prompt", "x", "--against", "out"], "--against goes with --paired alone"),
     (["--paired", "out", "--mtp-steps", "4"], "--mtp-steps goes with --prompt or --bench alone"),
     (["--paired", "out", "--against", "x", "--base", "dmtp"], "takes the place of --base"),
@@ -167,6 +170,19 @@ def test_a_checkpoint_of_a_run_that_was_stopped_says_so(run, folder, name):
     assert error.count("note:") == 1 and f"{name}.pt" in error and "step 110" in error
 
 
+@pytest.mark.parametrize("missing", ["config", "target", "mtp", "tokenizer", "size", "data",
+                                     "fingerprint", "training"])
+def test_a_target_of_other_code_is_one_line(run, folder, missing):
+    path = folder / "target.pt"
+    finished = path.read_bytes()
+    whole = torch.load(path, weights_only=True)
+    save_checkpoint(path, {name: x for name, x in whole.items() if name != missing})
+    results = [run("--prompt", "x"), run("--bench", "--n-prompts", "2")]
+    path.write_bytes(finished)
+    for status, _, error in results:
+        assert status == 1 and error.count("\n") == 1 and "was made by other code" in error
+
+
 def test_a_bench_that_is_stopped_keeps_its_rows_and_every_earlier_file(run, folder, monkeypatch):
     earlier = {folder / "bench.json": "[1]", folder / "bench.old.json": "[2]"}
     for path, text in earlier.items():
@@ -186,6 +202,9 @@ def test_a_bench_that_is_stopped_keeps_its_rows_and_every_earlier_file(run, fold
     assert [row["histogram"] for row in kept] == [row["histogram"] for row in rows]
     assert [path.read_text() for path in earlier] == list(earlier.values())
     assert "the rows so far are in" in error and "bench.part.json" in error
+    os.utime(folder / "bench.part.json", (0, 0))  # an older run's; this one stops before a row
+    status, _, error = run("--bench", "--n-prompts", "2", "--drafters", "dmtp", "--repeats", "1")
+    assert (status, error) == (130, "\nstopped\n")
 
 
 def test_a_full_memory_is_one_line_that_says_what_to_do(run, monkeypatch):
@@ -288,7 +307,7 @@ def test_prompts_come_from_files_of_records_or_of_plain_text(encoding, tmp_path,
     ("a.jsonl", b'{"prompt": 3}', "line 1"), ("a.jsonl", b"[1]", "line 1"),
     ("a.jsonl", b"not json", "line 1"), ("a.jsonl", b'{"turns": "hello"}', "list of texts"),
     ("a.jsonl", b"[" * 100000, "line 1"), ("a.txt", b"too short", "ask for fewer"),
-    ("a.txt", b"\xff" * 300, "cannot be read"), ("a.txt.gz", b"no gzip", "cannot be read")])
+    ("a.txt", b"\xff" * 300, "is not UTF-8"), ("a.txt.gz", b"no gzip", "not a whole gzip")])
 def test_a_bad_file_of_prompts_is_named_with_what_is_wrong(encoding, tmp_path, name, content,
                                                            words):
     (tmp_path / name).write_bytes(content)
@@ -518,6 +537,10 @@ def test_paired_differences_over_three_folders_by_hand(tmp_path, capsys):
         "greedy dmtp 0.400 0.200 +0.200 +- 0.248 +100.0% not resolved".split(),
         "greedy mtp x 1 0.250 0.200 +0.050 +- 0.000 +25.0%".split()]
     assert f"{folders[0]} - dflash" in out
+    lone = write_bench(tmp_path / "lone", {"dflash": 0.0, "dmtp": 1.0})
+    assert speculate.main(["--paired", lone]) == 0
+    line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("greedy"))
+    assert line.split() == "greedy dmtp 1.000 0.000 +1.000 - no interval".split()
 
 
 def test_paired_folders_are_compared_with_others_method_by_method(tmp_path, capsys):
@@ -546,7 +569,7 @@ def test_what_cannot_be_paired_is_one_line(tmp_path, capsys):
                          ([a, other], "measured 9 prompts (there) / 4 prompts (of "),
                          ([a, low], "dtype bfloat16 (there) / float32"),
                          ([a, "--against", seed], "of --paired have seeds [1], of --against [2]"),
-                         ([a, b, a], f"{a} is given twice"),
+                         ([a, b, a], "name each folder once"),
                          ([a, "--against", lone], "no method in common"),
                          ([a, b, "--base", "mtp x 9"], "these folders have: dflash, dmtp"),
                          ([a, str(tmp_path / "none")], "python speculate.py --bench --out"),

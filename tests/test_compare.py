@@ -270,6 +270,7 @@ def test_tables_and_file_agree_and_further_texts_are_judged_beside_the_datas_own
         assert line.split()[2] == f"{statistics.fmean(mine):.4f}"
         x = result["paired"][file]["ec"]["tv"]
         assert f"{x['mean']:+9.4f} +- {x['half_width']:.4f}" in part
+    assert list(result["cost"]) == ["standard", "ec"], "no cost without a head was measured"
     for arm, of_arm in result["cost"].items():
         assert of_arm["tokens_per_s"] > 0 and of_arm["ratio"]["n"] == 2
         assert (of_arm["peak_bytes"] is None) == (not torch.cuda.is_available())
@@ -294,7 +295,6 @@ def test_kl_saves_more_than_standard_and_less_in_chunks(run):
     result = json.loads(path.read_text())
     saved = {arm: x["saved_bytes"] for arm, x in result["cost"].items()}
     state, logits = 4 * 4 * 32 * 16, 4 * 4 * 31 * 300  # bytes of (B, T, C) and (B, T - 1, V)
-    assert saved["none"] == saved["standard"]
     assert 0 <= saved["ec"] - saved["standard"] <= state
     assert saved["kl"] - saved["standard"] > 0.9 * logits
     assert saved["kl-chunked"] < saved["standard"] - 1.5 * logits
@@ -370,6 +370,26 @@ def test_a_loss_that_is_not_finite_names_its_run_and_keeps_those_before(run, mon
     error = capsys.readouterr().err
     assert status == 1 and "ec, seed 1337, val: kl is nan" in error and error.count("\n") == 1
     assert [row["arm"] for row in json.loads(path.read_text())["runs"]] == ["standard"]
+
+
+def test_overwrite_keeps_the_older_file_until_a_new_run_is_there(run, monkeypatch, capsys):
+    _, path = run("--seeds", "1")
+    before = path.read_text()
+    monkeypatch.setattr(train, "evaluate", lambda *a: {"kl": float("nan")})
+    assert run("--seeds", "1", "--overwrite")[0] == 1 and path.read_text() == before
+    monkeypatch.setattr(train.CtrlC, "anywhere", lambda self: True)
+    capsys.readouterr()
+    assert run("--seeds", "1", "--overwrite")[0] == 130 and path.read_text() == before
+    assert capsys.readouterr().err.strip().endswith("--overwrite")  # which is still to be done
+
+
+def test_an_arm_without_a_head_has_no_cost_also_where_it_is_the_base(run, capsys):
+    _, path = run("--seeds", "1", arms="none ec")
+    result = json.loads(path.read_text())
+    assert result["baseline"] == "none" and list(result["cost"]) == ["ec"]
+    capsys.readouterr()
+    assert run("--seeds", "1", arms="none", out="alone")[0] == 0
+    assert "cost of training" not in capsys.readouterr().out
 
 
 def test_ctrl_c_ends_in_one_line_that_says_how_to_go_on(data, train_script, tmp_path):

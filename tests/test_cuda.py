@@ -113,7 +113,7 @@ def test_rows_past_the_text_may_hold_anything_between_rounds(name, graph):
     m, prompts = make_machine(name), random_prompts(3, 9)
     wanted, tally = decode(m, prompts, 60, 7, 1.0), Tally.empty(2, m.n_slots)
     rounds = Rounds(m, 2, graph)
-    for emissions in generate(m, prompts, 60, 7, 1.0, rounds=rounds):
+    for emissions in generate(rounds, prompts, 60, 7, 1.0):
         tally.add(emissions)
         for cache in every_layer(rounds.s.target_kv, rounds.s.mtp_kv, rounds.s.draft_kv):
             for row, pos in enumerate(rounds.s.pos.tolist()):
@@ -151,7 +151,7 @@ def test_a_reject_at_any_slot_leaves_everything_right(monkeypatch, name, wrong, 
 def test_eager_steps_never_wait_for_the_gpu(name):
     m, prompts = make_machine(name), random_prompts(3, 9)
     rounds = Rounds(m, 2)
-    for i, _ in enumerate(generate(m, prompts, 40, 7, 1.0, rounds=rounds)):
+    for i, _ in enumerate(generate(rounds, prompts, 40, 7, 1.0)):
         if i == 3:
             break
     torch.cuda.set_sync_debug_mode("error")

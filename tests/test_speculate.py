@@ -231,7 +231,7 @@ def test_the_invariant_holds_after_every_round_for_all_accept_counts_in_every_or
     rounds = Rounds(m, 2)
     s = rounds.s
     seen = [[], []]
-    for i, emissions in enumerate(generate(m, prompts, n_new, 3, 1.0, rounds=rounds)):
+    for i, emissions in enumerate(generate(rounds, prompts, n_new, 3, 1.0)):
         for e in emissions if i else []:
             seen[e.row].append(e.n_accept)
         for row in range(2):
@@ -577,7 +577,7 @@ def test_buffers_keep_their_addresses_and_stay_finite_over_fifty_rounds(method):
     rounds = Rounds(m, 2)
     s = rounds.s
     addresses = [t.data_ptr() for t in tensors(s)]
-    n_rounds = sum(1 for _ in generate(m, [[1], [2, 3]], 130, rounds=rounds))
+    n_rounds = sum(1 for _ in generate(rounds, [[1], [2, 3]], 130))
     assert n_rounds > 50
     assert [t.data_ptr() for t in tensors(s)] == addresses
     assert all(torch.isfinite(t.double()).all() for t in tensors(s))

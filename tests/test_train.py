@@ -178,6 +178,7 @@ def test_a_step_reads_nothing_back_from_the_device():
                 loss.item()  # what the device would refuse
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("labels", LABELS)
 @pytest.mark.parametrize("name", [None, *ARMS])
 def test_a_step_in_bfloat16_has_about_the_loss_and_gradients_of_float32(name, labels):
@@ -278,6 +279,15 @@ def test_a_target_that_would_be_trained_anew_is_not_that_of_a_file_to_start_from
     error = capsys.readouterr().err
     assert "add --stage drafter" in error and error.count("\n") == 1
     assert (out / "target.pt").read_bytes() == before
+
+
+def test_a_drafter_for_a_target_that_was_stopped_is_refused_with_what_helps(run, capsys):
+    _, out = run("--stage", "target")
+    whole = torch.load(out / "target.pt", weights_only=True)
+    torch.save(whole | {"training": {"step": 5}}, out / "target.pt")
+    for flags in ((), ("--resume",)):
+        assert run("--stage", "drafter", *flags)[0] == 1
+        assert "by --stage target --resume" in capsys.readouterr().err
 
 
 def test_starting_from_a_drafter_that_was_stopped_says_so(run, capsys):
@@ -540,6 +550,11 @@ def test_mistakes_end_in_one_line_that_says_what_to_do(run, capsys, flags, word)
 @pytest.mark.parametrize("error, words", [
     (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has .."),
      "CUDA out of memory. Tried to allocate 2.00 GiB)"),
+    (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be .."),
+     "(CUDA error: out of memory)"),
+    (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+     "CUBLAS_STATUS_ALLOC_FAILED"),
+    (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), "CUDNN_STATUS_ALLOC_FAILED"),
     (MemoryError("Unable to allocate 3.00 GiB"), "Unable to allocate 3.00 GiB"), (None, "bytes")])
 def test_a_full_memory_is_one_line_that_says_what_to_do(run, capsys, monkeypatch, error, words):
     def fail(*settings):
