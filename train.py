@@ -1070,7 +1070,8 @@ def check_init_from(args: argparse.Namespace) -> None:
                          "would be lost: copy it, and name the copy")
 
 
-def run(args: argparse.Namespace) -> None:
+def open_device(args: argparse.Namespace) -> torch.device:
+    """This process's device, made ready for training in the dtype asked for."""
     device = pick_device(args.device)
     rank, n_processes = process()
     if n_processes > 1 and device.type == "cuda":
@@ -1088,16 +1089,26 @@ def run(args: argparse.Namespace) -> None:
     why = "" if args.device else f" (torch sees {'a' if device.type == 'cuda' else 'no'} GPU)"
     print(f"device    {device}{why}, {describe_device(device)}, torch {torch.__version__}"
           + f", {n_processes} processes" * (n_processes > 1))
+    return device
+
+
+def open_data(args: argparse.Namespace) -> prepare.Dataset:
+    """The data; args.data becomes its name. The first process prepares what is missing."""
     why = "" if args.data else " (the default: fineweb-edu if it is prepared)"
     if args.data is None and args.stage == "drafter":
         args.data, why = load_target(args.out)[2]["data"], " (the target's)"
-    if rank == 0:
+    if process()[0] == 0:
         args.data = ready_data(args.data)
     wait_for_all()
     args.data = ready_data(args.data)
     data = prepare.load(args.data)
     print(f"data      {args.data}{why}: {len(data.train) / 1e6:.2f}M tokens to train on, "
           f"{len(data.val) / 1e6:.2f}M held out, vocabulary {data.tokenizer['vocab_size']}")
+    return data
+
+
+def run(args: argparse.Namespace) -> None:
+    device, data = open_device(args), open_data(args)
     args.out.mkdir(parents=True, exist_ok=True)
     if args.init_from:
         check_init_from(args)
@@ -1111,6 +1122,21 @@ def run(args: argparse.Namespace) -> None:
     out = "" if args.out == Path("out") else f" --out {shlex.quote(str(args.out))}"
     drafter = "mtp" if args.stage == "target" else args.drafter
     print(f"\ntry it:   python speculate.py --drafter {drafter}{out} --prompt \"def main(\"")
+
+
+def command_to_go_on(args: argparse.Namespace, words: list[str], began: float) -> str:
+    """The command that goes on where one of these words, which began then, was stopped."""
+    start = ["python"]
+    if process()[1] > 1:
+        start = ["torchrun", "--nproc-per-node", str(process()[1])]
+    files = [args.out / x for x in ("target.pt", f"{args.drafter}.pt", "compare.json")]
+    saved = any(x.exists() and x.stat().st_mtime >= began for x in files)
+    # until then --overwrite has yet to be done; --compare goes on by itself
+    if args.compare and saved:
+        words = [word for word in words if not word.startswith("--ov")]
+    elif not args.compare and not args.resume and (saved or not args.overwrite):
+        words = [*words, "--resume"]
+    return shlex.join([*start, "train.py", *words])
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -1130,18 +1156,8 @@ def main(argv: list[str] | None = None) -> int:
               file=sys.stderr)
         return 1
     except KeyboardInterrupt as e:
-        words = sys.argv[1:] if argv is None else argv
-        start = ["python"] if process()[1] == 1 else ["torchrun", "--nproc-per-node",
-                                                      str(process()[1])]
-        files = [args.out / x for x in ("target.pt", f"{args.drafter}.pt", "compare.json")]
-        saved = any(x.exists() and x.stat().st_mtime >= began for x in files)
-        # until then --overwrite has yet to be done; --compare goes on by itself
-        if args.compare and saved:
-            words = [word for word in words if not word.startswith("--ov")]
-        elif not args.compare and not args.resume and (saved or not args.overwrite):
-            words = [*words, "--resume"]
-        again = shlex.join([*start, "train.py", *words])
         if speaker is None:
+            again = command_to_go_on(args, sys.argv[1:] if argv is None else argv, began)
             print(f"\n{str(e) or 'stopped'}. Go on with: {again}", file=sys.stderr)
         return 130
     finally:
