@@ -1147,7 +1147,7 @@ def read_requests(path: Path, encoding, n: int, longest: int) -> list[Request]:
             record = json.loads(line)
             turns = [record["prompt"]] if "prompt" in record else record.get("turns")
             if turns is not None:
-                if not isinstance(turns, list):
+                if not isinstance(turns, list) or not turns:
                     raise ValueError("turns is not a list of texts")
                 first, *more = (encoding.encode_ordinary(turn) for turn in turns)
                 requests.append(Request(first[-longest:] or [encoding.eot_token],
@@ -1467,8 +1467,9 @@ def run_paired(args: argparse.Namespace) -> int:
 def refuse_unpaired(args: argparse.Namespace, ours: list[dict], theirs: list[dict]) -> None:
     """ValueError for folders that are not measured alike, or not one for one."""
     for folders in (args.paired, args.against):
-        if len({folder.resolve() for folder in folders}) < len(folders):
-            raise ValueError(f"{', '.join(map(str, folders))}: name each folder once")
+        if twice := [f for i, f in enumerate(folders) if f.resolve() in
+                     [x.resolve() for x in folders[:i]]]:
+            raise ValueError(f"{twice[0]} is given twice: name each folder once")
     if len(ours) != len(theirs):
         raise ValueError(f"--paired has {len(ours)} folders, --against {len(theirs)}: give as many")
     own, base = ([next(iter(rows.values())) for rows in side] for side in (ours, theirs))

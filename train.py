@@ -759,9 +759,9 @@ def baseline_of(arms: list[str]) -> str:
     return "standard" if "standard" in arms else arms[0]
 
 
-def with_head(arms: list[str]) -> list[str]:
-    """The arms that train the head. What a step of the others costs is no cost of doing without."""
-    return [arm for arm in arms if COMPARED[arm].loss.weight > 0]
+def trains_head(arm: str) -> bool:
+    """What a step of one that does not costs is no cost of doing without a head."""
+    return COMPARED[arm].loss.weight > 0
 
 
 def paired(runs: list[dict], arms: list[str], seeds: range) -> dict:
@@ -820,7 +820,9 @@ def load_result(path: Path) -> dict:
         return {}
     try:
         result = json.loads(path.read_text())
-        result["settings"], result["runs"]
+        for run in result["runs"]:
+            run["arm"], run["seed"], run["file"]
+        dict(result["settings"])
     except (ValueError, KeyError, TypeError) as e:
         raise ValueError(f"{path} is not of this project, or was cut short: start again with "
                          "--overwrite, or choose another --out") from e
@@ -833,7 +835,7 @@ def load_result(path: Path) -> dict:
 
 def says(arm: str, measure: str) -> bool:
     """Whether a measure of an arm says anything: of an untrained head only next_loss does."""
-    return measure == "next_loss" or arm in with_head([arm])
+    return measure == "next_loss" or trains_head(arm)
 
 
 def mean_table(runs: list[dict], file: str, arms: list[str], seeds: range) -> str:
@@ -958,7 +960,7 @@ def run_compare(args: argparse.Namespace, data: prepare.Dataset, device: torch.d
         run_arms(args, seeds, cfg, recipe, data.train, held_out, path, result, ctrl_c)
         result["baseline"] = baseline_of(args.compare)
         result["paired"] = paired(result["runs"], args.compare, seeds)
-        arms = with_head(args.compare)
+        arms = [arm for arm in args.compare if trains_head(arm)]
         if "cost" not in result or list(result["cost"]) != arms:
             result["cost"] = measure_costs(args, arms, cfg, recipe, data.train, device, ctrl_c)
             result["cost_on"] = describe_device(device)

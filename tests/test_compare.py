@@ -348,7 +348,8 @@ def test_flags_that_do_not_go_together_are_refused_in_the_last_line(capsys, flag
     assert all(word in last for word in words), last
 
 
-@pytest.mark.parametrize("content", ['{"settings": {}, "runs": [{"arm', "[]", '{"runs": [1]}'])
+@pytest.mark.parametrize("content", ['{"settings": {}, "runs": [{"arm', "[]", '{"runs": [1]}',
+                                     '{"settings": {}, "runs": [{"arm": "ec"}]}'])
 def test_a_damaged_file_is_named_in_one_line_and_left_alone(run, tmp_path, capsys, content):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "compare.json").write_text(content)
